@@ -1,0 +1,83 @@
+/* The contract between a compiled model and whoever loads it: the same for every target.
+ *
+ * One .so is one model on one target. All functions are C, return MK_OK or a negative code, and leave a text in
+ * mk_last_error(). One mk_model is one request at a time: its calls must not overlap, except mk_cancel().
+ * mkpack/abi.py mirrors the structs; the generated header asserts their sizes and offsets, so a difference does not
+ * compile. */
+#ifndef MKPACK_ABI_H
+#define MKPACK_ABI_H
+#include <stdint.h>
+
+#define MK_ABI_VERSION 1
+#define MK_MAX_STEP_TOKENS 16
+
+enum { MK_OK = 0, MK_ERR_ARGUMENT = -1, MK_ERR_CONTEXT = -2, MK_ERR_TIMEOUT = -3, MK_ERR_MEMORY = -4, MK_ERR_DEVICE = -5 };
+
+/* Why a generation ended. */
+enum { MK_STOP_TOKEN = 0, MK_STOP_LENGTH = 1, MK_STOP_CONTEXT = 2, MK_STOP_CANCELLED = 3 };
+
+typedef struct mk_model mk_model;
+
+typedef struct {
+  const void* const* weights; /* one packed blob per rank, 4096-byte aligned, alive until mk_destroy */
+  uint64_t weights_bytes;     /* of each blob; must equal the compiled-in size */
+  int32_t num_ranks;          /* must equal the compiled-in number */
+  int32_t threads;            /* CPU: worker threads including the caller; 0 = one per core this process may use */
+  int32_t context;            /* KV cache positions, at most the compiled-in limit; 0 = that limit */
+  int32_t pad;
+  double wait_limit_s;        /* longest wait inside a step before it is given up with MK_ERR_TIMEOUT */
+} mk_options;
+
+typedef struct {
+  float temperature;        /* 0 = greedy (ties to the lowest token id) */
+  float top_p;              /* 1 = off */
+  float min_p;              /* 0 = off */
+  float repetition_penalty; /* 1 = off; over every token in the KV cache and the new ones */
+  int32_t top_k;            /* 0 = off */
+  int32_t max_new_tokens;   /* at least 1 */
+  uint64_t seed;            /* draws depend on (seed, position) only */
+  const int32_t* stop_tokens;
+  int32_t num_stop_tokens;
+  int32_t pad;
+} mk_request;
+
+typedef struct {
+  int32_t stop_reason;
+  int32_t num_new_tokens; /* a stop token, when one ended it, included */
+  int32_t num_prompt_tokens;
+  int32_t pad;
+  double prefill_s; /* until the first token was chosen */
+  double decode_s;  /* all later tokens */
+} mk_result;
+
+/* Called on the calling thread as each token is chosen (a stop token included); non-zero ends the generation. */
+typedef int32_t (*mk_token_callback)(void* user, int32_t token);
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+/* JSON text compiled into this .so; must equal the manifest's. Never fails. */
+const char* mk_describe(void);
+/* Text of the last error on this thread; empty when none. */
+const char* mk_last_error(void);
+int32_t mk_create(const mk_options* options, mk_model** model);
+void mk_destroy(mk_model* model);
+/* Number of positions in the KV cache. */
+int32_t mk_length(const mk_model* model);
+/* Forgets every position from `length` on. */
+int32_t mk_truncate(mk_model* model, int32_t length);
+/* Runs 1..MK_MAX_STEP_TOKENS tokens; logits (may be NULL) receives [num_logits, vocab_size] float32 for the last
+ * num_logits tokens. */
+int32_t mk_step(mk_model* model, const int32_t* tokens, int32_t num_tokens, float* logits, int32_t num_logits);
+/* Runs the prompt (at least one token) after what the cache holds, then chooses tokens until something stops it. The
+ * last chosen token is not in the cache afterwards. */
+int32_t mk_generate(mk_model* model, const int32_t* prompt, int32_t num_prompt, const mk_request* request,
+                    mk_token_callback callback, void* user, mk_result* result);
+/* Ends a running mk_generate soon; may be called from any thread or a signal handler. */
+void mk_cancel(mk_model* model);
+/* Bytes per second that this model's threads read from its weights, one pass; the ceiling that speeds are held to. */
+int32_t mk_read_bandwidth(mk_model* model, double* bytes_per_second);
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,31 @@
+"""The errors a user can cause, and how several of them become one message."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(Exception):
+    """A mistake in what the user gave: printed as one clear text, exit code 2, no traceback.
+
+    The text says what is wrong, where, what was expected, what was found and what to do about it.
+    """
+
+
+class InternalError(Exception):
+    """A fault of mkpack or of the machine (compiler killed, barrier timed out): exit code 1."""
+
+
+def combine(title: str, problems: Iterable[str]) -> UserError:
+    """One UserError for several problems; a single problem stays on the title's line."""
+    found = list(problems)
+    if len(found) == 1:
+        return UserError(f"{title}: {found[0]}")
+    return UserError("\n".join([f"{title}: {len(found)} problems", *(f"  - {p}" for p in found)]))
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """' (did you mean "x"?)' for the nearest known word, or '' when nothing is near."""
+    match = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f' (did you mean "{match[0]}"?)' if match else ""
