@@ -1,0 +1,132 @@
+"""ctypes mirror of csrc/abi.h.
+
+Every compiled model includes the text of `c_asserts()`, so a struct that differs from the header does not compile.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_uint64, c_void_p
+from typing import Any
+
+ABI_VERSION = 1
+MAX_STEP_TOKENS = 16
+
+OK = 0
+ERR_ARGUMENT = -1
+ERR_CONTEXT = -2
+ERR_TIMEOUT = -3
+ERR_MEMORY = -4
+ERR_DEVICE = -5
+
+STOP_TOKEN = 0
+STOP_LENGTH = 1
+STOP_CONTEXT = 2
+STOP_CANCELLED = 3
+
+# mk_token_callback: int32_t (*)(void* user, int32_t token); non-zero ends the generation.
+TokenCallback = ctypes.CFUNCTYPE(c_int32, c_void_p, c_int32)
+
+
+class Options(ctypes.Structure):
+    """mk_options: what mk_create needs."""
+
+    _fields_ = [
+        ("weights", POINTER(c_void_p)),
+        ("weights_bytes", c_uint64),
+        ("num_ranks", c_int32),
+        ("threads", c_int32),
+        ("context", c_int32),
+        ("pad", c_int32),
+        ("wait_limit_s", c_double),
+    ]
+
+
+class Request(ctypes.Structure):
+    """mk_request: how mk_generate chooses tokens and when it ends."""
+
+    _fields_ = [
+        ("temperature", c_float),
+        ("top_p", c_float),
+        ("min_p", c_float),
+        ("repetition_penalty", c_float),
+        ("top_k", c_int32),
+        ("max_new_tokens", c_int32),
+        ("seed", c_uint64),
+        ("stop_tokens", POINTER(c_int32)),
+        ("num_stop_tokens", c_int32),
+        ("pad", c_int32),
+    ]
+
+
+class Result(ctypes.Structure):
+    """mk_result: what mk_generate did."""
+
+    _fields_ = [
+        ("stop_reason", c_int32),
+        ("num_new_tokens", c_int32),
+        ("num_prompt_tokens", c_int32),
+        ("pad", c_int32),
+        ("prefill_s", c_double),
+        ("decode_s", c_double),
+    ]
+
+
+STRUCTS: dict[str, type[ctypes.Structure]] = {"mk_options": Options, "mk_request": Request, "mk_result": Result}
+
+# name -> (result, arguments). mk_model* is an opaque c_void_p.
+FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "mk_describe": (c_char_p, ()),
+    "mk_last_error": (c_char_p, ()),
+    "mk_create": (c_int32, (POINTER(Options), POINTER(c_void_p))),
+    "mk_destroy": (None, (c_void_p,)),
+    "mk_length": (c_int32, (c_void_p,)),
+    "mk_truncate": (c_int32, (c_void_p, c_int32)),
+    "mk_step": (c_int32, (c_void_p, POINTER(c_int32), c_int32, POINTER(c_float), c_int32)),
+    "mk_generate": (
+        c_int32,
+        (c_void_p, POINTER(c_int32), c_int32, POINTER(Request), TokenCallback, c_void_p, POINTER(Result)),
+    ),
+    "mk_cancel": (None, (c_void_p,)),
+    "mk_read_bandwidth": (c_int32, (c_void_p, POINTER(c_double))),
+}
+
+# How the header spells the types of struct fields.
+_C_TYPES: dict[Any, str] = {
+    c_int32: "int32_t",
+    c_uint64: "uint64_t",
+    c_float: "float",
+    c_double: "double",
+    POINTER(c_int32): "const int32_t*",
+    POINTER(c_void_p): "const void* const*",
+}
+
+
+def bind(lib: ctypes.CDLL) -> ctypes.CDLL:
+    """Sets the argument and result types of every function of the ABI on `lib` and returns it.
+
+    Raises AttributeError, naming the function, when `lib` lacks one.
+    """
+    for name, (result, arguments) in FUNCTIONS.items():
+        function = getattr(lib, name)
+        function.restype = result
+        function.argtypes = arguments
+    return lib
+
+
+def c_asserts() -> str:
+    """C++ text that compiles, after csrc/abi.h, only when the header's structs and constants equal this file's."""
+    lines = ["#include <cstddef>", "#include <type_traits>"]
+    for macro, value in (("MK_ABI_VERSION", ABI_VERSION), ("MK_MAX_STEP_TOKENS", MAX_STEP_TOKENS)):
+        lines.append(f'static_assert({macro} == {value}, "{macro} differs from mkpack/abi.py");')
+    for name, struct in STRUCTS.items():
+        differs = "differs from mkpack/abi.py"
+        lines.append(f'static_assert(sizeof({name}) == {ctypes.sizeof(struct)}, "size of {name} {differs}");')
+        for field, ctype in struct._fields_:  # type: ignore[misc]
+            offset = getattr(struct, field).offset
+            lines.append(
+                f'static_assert(offsetof({name}, {field}) == {offset}, "offset of {name}.{field} {differs}");\n'
+                f"static_assert(std::is_same<decltype({name}::{field}), {_C_TYPES[ctype]}>::value,\n"
+                f'              "type of {name}.{field} {differs}");'
+            )
+    return "\n".join(lines) + "\n"
