@@ -1,0 +1,238 @@
+"""The recipe: a YAML file that says what to build, read strictly.
+
+Every key is checked: an unknown key, a wrong type or a wrong choice is refused with the file, the line, the key,
+what was expected and what was found; all problems of a file come in one message.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
+
+from mkpack.errors import combine, nearest
+from mkpack.recipe_yaml import Document, read_document
+from mkpack.spec import Format, Precision
+
+Choice = Literal["bf16", "fp8", "nvfp4"]
+Target = Literal["x86-64-v3", "x86-64-v4", "sm_90a", "sm_100a", "native"]
+
+NEVER_QUANTISED = ("router", "routers", "gate", "norm", "norms", "bias", "biases")
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+def _absolute(value: Any, info: ValidationInfo) -> Any:
+    """Text -> absolute path, relative to the recipe's folder; anything else is left for the type check to refuse."""
+    if not isinstance(value, str) or not value.strip() or not value.isprintable():
+        return value
+    base = (info.context or {}).get("base", Path.cwd())
+    return Path(os.path.abspath(base / os.path.expanduser(value)))
+
+
+def _given(value: Any) -> Any:
+    """A key that may be left out may still not be left empty."""
+    if value is None:
+        raise PydanticCustomError("empty", "empty")
+    return value
+
+
+FilePath = Annotated[Path, BeforeValidator(_absolute)]
+NotEmpty = BeforeValidator(_given)
+# The descriptions below are the "expected ..." of the error messages.
+
+
+class Source(_Strict):
+    """Where the checkpoint comes from: a repo of the hub at a revision, or a local folder (absolute here)."""
+
+    repo: Annotated[str | None, NotEmpty] = Field(
+        default=None,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*$",
+        description="a hub repository, org/name",
+    )
+    revision: str = Field(default="main", pattern=r"^\S+$", description="a branch, a tag or a commit")
+    folder: Annotated[FilePath | None, NotEmpty] = Field(default=None, description="the path of a checkpoint folder")
+
+
+class Quantise(_Strict):
+    """Storage format by kind of matrix. `dense` is the MLP of layers without experts."""
+
+    experts: Choice = Field(default="nvfp4", description="one of nvfp4, fp8, bf16")
+    dense: Choice = Field(default="bf16", description="one of bf16, fp8, nvfp4")
+    attention: Choice = Field(default="bf16", description="one of bf16, fp8, nvfp4")
+    lm_head: Choice = Field(default="bf16", description="one of bf16, fp8, nvfp4")
+    embeddings: Choice = Field(default="bf16", description="one of bf16, fp8, nvfp4")
+
+
+class Parallel(_Strict):
+    """tp ranks, each with its own blob; `split` is the axis along which matrices are cut: n, the output rows."""
+
+    tp: int = Field(default=1, ge=1, le=8, description="a whole number from 1 to 8")
+    split: Literal["n"] = Field(default="n", description="n, the only split of this version")
+
+
+class Limits(_Strict):
+    """What the compiled model reserves: KV cache positions, and tokens that one step may run."""
+
+    context: int = Field(default=4096, ge=16, description="a whole number of at least 16")
+    tokens_per_step: int = Field(default=16, ge=1, le=16, description="a whole number from 1 to 16")
+
+
+class Quality(_Strict):
+    """Perplexity and KL divergence against bf16 are measured on the first `tokens` tokens of `text`."""
+
+    text: FilePath = Field(description="the path of a text file")
+    tokens: int = Field(default=512, ge=2, description="a whole number of at least 2")
+
+
+class Recipe(_Strict):
+    """A whole recipe, checked. Build one from a file with `load_recipe`."""
+
+    name: str = Field(
+        pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$",
+        max_length=128,
+        description="a file name of letters, digits, '.', '_' and '-' that starts with neither '.' nor '-'",
+    )
+    source: Source = Field(description="a section with either repo (and revision) or folder")
+    license: Annotated[str | None, NotEmpty] = Field(
+        default=None, pattern=r"^\S.*$", description="a licence id as text, such as apache-2.0"
+    )
+    quantise: Quantise = Field(default=Quantise(), description="a section")
+    parallel: Parallel = Field(default=Parallel(), description="a section")
+    targets: tuple[Target, ...] = Field(
+        default=("native",), min_length=1, description=f"a list of one or more of {', '.join(get_args(Target))}"
+    )
+    limits: Limits = Field(default=Limits(), description="a section")
+    quality: Annotated[Quality | None, NotEmpty] = Field(default=None, description="a section")
+
+    @field_validator("targets")
+    @classmethod
+    def _no_duplicates(cls, targets: tuple[Target, ...]) -> tuple[Target, ...]:
+        twice = sorted({t for t in targets if targets.count(t) > 1})
+        if twice:
+            raise ValueError(f"expected every target once, found {', '.join(twice)} more than once")
+        return targets
+
+    def precision_of(self, precision: Precision) -> Format:
+        """Storage format of the matrices with this `TensorRole.precision`."""
+        return getattr(self.quantise, precision)
+
+    def canonical_text(self) -> str:
+        """One line of JSON that is equal for equal recipes, whatever the order of keys and the defaults left out.
+
+        Paths are left out, so that builds in different folders agree: whoever makes a build key from this adds the
+        digests of the files that the paths lead to.
+        """
+        data = self.model_dump(mode="json", exclude={"source": {"folder"}, "quality": {"text"}})
+        if self.source.folder is not None:
+            data["source"] = "folder"
+        return json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+
+
+def load_recipe(path: Path) -> Recipe:
+    """Reads a recipe file. Raises UserError with every problem of the file: file, line, key, expected, found."""
+    document = read_document(path)
+    problems = list(document.problems)
+    recipe = None
+    try:
+        recipe = Recipe.model_validate(document.data, context={"base": Path(path).absolute().parent})
+    except ValidationError as error:
+        seen = set()
+        for e in error.errors(include_url=False):
+            where = tuple(e["loc"])
+            # A skipped node (bad scalar, alias) is already reported, as is the second error of one key.
+            if where not in seen and where not in document.skipped:
+                seen.add(where)
+                problems.append(_explain(e, where, document))
+    problems += _source_problems(document)
+    if problems or recipe is None:
+        raise combine("recipe refused", (f"{path}:{line}: {text}" for line, text in sorted(problems)))
+    return recipe
+
+
+def _source_problems(document: Document) -> list[tuple[int, str]]:
+    """repo and folder exclude each other. Checked here, since pydantic skips model checks once a field failed."""
+    source = document.data.get("source")
+    if not isinstance(source, dict):
+        return []
+    line, given = document.line(("source",)), {k for k in ("repo", "revision", "folder") if k in source}
+    if not given & {"repo", "folder"}:
+        known = nearest(next(iter(source), ""), ("repo", "folder"))
+        return [(line, f"source: missing key: expected either repo: org/name or folder: path, found neither{known}")]
+    if "folder" in given and len(given) > 1:
+        both = " and ".join(sorted(given, reverse=True))
+        return [(line, f"source: expected either repo (and revision) or folder, found {both}; remove one")]
+    return []
+
+
+def _explain(error: Any, where: tuple[str | int, ...], document: Document) -> tuple[int, str]:
+    """(line, text) of one pydantic error."""
+    kind, key = error["type"], ".".join(str(k) for k in where)
+    parent = where[:-1]
+    if kind == "missing":
+        return document.line(parent), f"{key}: missing key: expected {_expected(where)}"
+    line = document.line(where)
+    if kind == "extra_forbidden":
+        last, known = str(where[-1]), sorted(_model(parent).model_fields)
+        if parent == ("quantise",) and (last.lower() in NEVER_QUANTISED):
+            return line, f"{key}: routers, norms and biases are never quantised: remove this key"
+        return line, f"{key}: unknown key{nearest(last, known)}; known keys here: {', '.join(known)}"
+    if kind == "value_error":
+        return line, f"{key}: {error['ctx']['error']}"
+    found = error["input"]
+    near = nearest(found, _choices(where)) if isinstance(found, str) else ""
+    quotes = ""
+    if kind == "string_type" and not isinstance(found, dict | tuple | None):
+        quotes = "; write it in quotes"
+    return line, f"{key}: expected {_expected(where)}, found {_show(found)}{near}{quotes}"
+
+
+def _model(where: tuple[str | int, ...]) -> type[BaseModel]:
+    """The model of the section at `where`; () is the recipe itself."""
+    sections: dict[str, type[BaseModel]] = {
+        "source": Source,
+        "quantise": Quantise,
+        "parallel": Parallel,
+        "limits": Limits,
+        "quality": Quality,
+    }
+    return sections[str(where[0])] if where else Recipe
+
+
+def _expected(where: tuple[str | int, ...]) -> str:
+    if where and where[0] == "targets" and len(where) > 1:
+        return f"one of {', '.join(get_args(Target))}"
+    if not where:
+        return "a mapping of keys to values"
+    text = _model(where[:-1]).model_fields[str(where[-1])].description or ""
+    if text == "a section":
+        text = f"a section with some of the keys {', '.join(_model(where).model_fields)}"
+    return text
+
+
+def _choices(where: tuple[str | int, ...]) -> tuple[str, ...]:
+    if where and where[0] == "targets":
+        return get_args(Target)
+    return get_args(Choice) if where[:1] == ("quantise",) else ()
+
+
+def _show(value: Any) -> str:
+    """A value as the reader wrote it, with its kind when that is the point."""
+    if value is None:
+        return "nothing"
+    if isinstance(value, dict):
+        return "a section"
+    if isinstance(value, tuple):
+        return f"a list of {len(value)}" if value else "an empty list"
+    if isinstance(value, bool):
+        return f"the truth value {str(value).lower()}"
+    if isinstance(value, int | float):
+        return f"the number {value}"
+    text = str(value)
+    return f'"{text[:60]}…"' if len(text) > 60 else f'"{text}"'
