@@ -1,0 +1,241 @@
+"""One torch tensor -> `QTensor` through nvidia-modelopt, and how far the result is from the source.
+
+torch and modelopt are imported inside the functions: both are heavy, and the run side has neither. Tensors are CPU
+tensors of dtype float32, float16 or bfloat16. Everything works on a few rows at a time, so the memory needed beside
+source and result is a few MiB.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .errors import UserError
+from .formats import BLOCK, E2M1_MAX, E4M3_MAX, QTensor, e2m1_values
+from .spec import Format
+
+if TYPE_CHECKING:
+    import torch
+
+# Elements of one call into modelopt: large enough to hide the cost of a call, small enough for the cache.
+CHUNK = 1 << 18
+
+NVFP4_MAX = E2M1_MAX * E4M3_MAX  # 2688: the largest value of NVFP4 when scale2 is 1
+
+# No scale2 is smaller: the smallest non-zero NVFP4 value, 2^-10 * scale2, is then a normal float32, and no kernel
+# sees a difference between flushing subnormals and keeping them. It concerns tensors whose amax is below 3.3e-32.
+MIN_SCALE2 = 2.0**-116
+
+
+@cache
+def load_modelopt() -> ModuleType:
+    """modelopt's tensor formats, imported quietly and once; it takes seconds, so a build may call it early.
+
+    Raises UserError when torch or modelopt is not installed.
+    """
+    try:
+        with warnings.catch_warnings():
+            # It warns about versions of packages that mkpack does not use.
+            warnings.simplefilter("ignore")
+            import modelopt.torch.quantization.qtensor as qtensor
+    except ImportError as e:
+        raise UserError(
+            f"quantising needs torch and nvidia-modelopt, and importing them failed: {e}\n"
+            "install them with: pip install 'mkpack[build]'"
+        ) from e
+    return qtensor
+
+
+def tensor_scale(*tensors: torch.Tensor, names: Sequence[str] = ()) -> float:
+    """The NVFP4 scale2 of tensors that share one (gate and up of an expert): their joint amax / 2688, a float32 value.
+
+    Always finite and above zero; 1.0 when every tensor is zero. Raises UserError for NaN or Inf, naming the tensor by
+    its entry in `names`.
+    """
+    labels = [*names, *("tensor" for _ in tensors[len(names) :])]
+    return _scale2(max(_amax(t, name) for t, name in zip(tensors, labels, strict=True)))
+
+
+def quantise(tensor: torch.Tensor, fmt: Format, *, name: str = "tensor", scale2: float | None = None) -> QTensor:
+    """Store a tensor in a format.
+
+    tensor: [N, K], or [n] for f32. scale2: the NVFP4 tensor scale of a group (see `tensor_scale`), by default the
+    tensor's own; ValueError when the tensor holds larger values than it can express. Arrays of the result may share
+    memory with the tensor when the format does not change it.
+
+    Raises UserError, naming the tensor, for another dtype, for NaN or Inf, and for values beyond bfloat16's range.
+    """
+    if fmt != "f32" and tensor.dim() != 2:
+        raise ValueError(f"{name}: {fmt} needs a matrix, found shape {list(tensor.shape)}")
+    if scale2 is not None and fmt != "nvfp4":
+        raise ValueError(f"{name}: {fmt} has no tensor scale")
+    tensor = tensor.detach()
+    amax = _amax(tensor, name)
+    match fmt:
+        case "f32":
+            return QTensor("f32", tuple(tensor.shape), tensor.float().contiguous().numpy())
+        case "bf16":
+            return _bf16(tensor, amax, name)
+        case "fp8":
+            return _fp8(tensor)
+        case "nvfp4":
+            if scale2 is None:
+                scale2 = _scale2(amax)
+            elif not (scale2 > 0 and amax <= NVFP4_MAX * scale2 * (1 + 2**-20) < math.inf):
+                raise ValueError(f"{name}: scale2 {scale2:g} cannot express values up to {amax:g}")
+            return _nvfp4(tensor, scale2)
+
+
+def _amax(tensor: torch.Tensor, name: str) -> float:
+    import torch
+
+    if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        found = str(tensor.dtype).removeprefix("torch.")
+        raise UserError(f"{name}: dtype is {found}, expected float32, float16 or bfloat16")
+    low, high = (float(x) for x in torch.aminmax(tensor.detach()))
+    amax = max(-low, high)
+    if not math.isfinite(amax):  # aminmax passes a NaN on
+        bad = ~torch.isfinite(tensor)
+        first = [int(i) for i in torch.nonzero(bad)[0]]
+        raise UserError(
+            f"{name}: {int(bad.sum())} of {tensor.numel()} values are NaN or Inf, the first at {first}; "
+            "every weight must be finite: check the file against its source"
+        )
+    return amax
+
+
+def _scale2(amax: float) -> float:
+    return max(float(np.float32(amax) / np.float32(NVFP4_MAX)), MIN_SCALE2) if amax else 1.0
+
+
+def _chunks(tensor: torch.Tensor) -> Iterator[slice]:
+    rows, columns = tensor.shape
+    step = max(1, CHUNK // columns)
+    return (slice(i, min(i + step, rows)) for i in range(0, rows, step))
+
+
+def _bf16(tensor: torch.Tensor, amax: float, name: str) -> QTensor:
+    import torch
+
+    if torch.tensor(amax, dtype=torch.float32).bfloat16().isinf():
+        raise UserError(
+            f"{name}: its largest value, {amax:g}, is beyond bfloat16 (3.39e38); choose another precision for it"
+        )
+    bits = tensor.bfloat16().contiguous().view(torch.int16).numpy().view(np.uint16)
+    return QTensor("bf16", tuple(tensor.shape), bits)
+
+
+def _fp8(tensor: torch.Tensor) -> QTensor:
+    import torch
+
+    quantize = load_modelopt().FP8QTensor.quantize
+    data = torch.empty(tuple(tensor.shape), dtype=torch.uint8)
+    scales = torch.empty(tensor.shape[0])
+    for rows in _chunks(tensor):
+        # float32 and our own scales: modelopt would round scale and quotient to bfloat16 first, and its scale of a
+        # zero row is 0, which gives NaN.
+        values = tensor[rows].float()
+        amax = values.abs().amax(dim=1)
+        scale = torch.where(amax == 0, 1.0, (amax / E4M3_MAX).clamp(min=MIN_SCALE2))
+        quantised, _ = quantize(values, scales=scale[:, None])
+        data[rows] = quantised._quantized_data.view(torch.uint8)
+        scales[rows] = scale
+    return QTensor("fp8", tuple(tensor.shape), data.numpy(), None, scales.numpy())
+
+
+def _nvfp4(tensor: torch.Tensor, scale2: float) -> QTensor:
+    import torch
+
+    quantize = load_modelopt().NVFP4QTensor.quantize
+    n, k = tensor.shape
+    blocks = -(-k // BLOCK)
+    data = torch.empty((n, blocks * BLOCK // 2), dtype=torch.uint8)
+    scales = torch.empty((n, blocks), dtype=torch.uint8)
+    s2 = torch.tensor(scale2, dtype=torch.float32)
+    for rows in _chunks(tensor):
+        # It pads the columns itself, and gives a zero block the scale 1 and no block the scale 0.
+        quantised, scale, _ = quantize(tensor[rows].contiguous(), BLOCK, None, s2)
+        data[rows] = quantised._quantized_data
+        scales[rows] = scale.view(torch.uint8)
+    return QTensor("nvfp4", (n, k), data.numpy(), scales.numpy(), s2.reshape(1).numpy())
+
+
+@dataclass
+class ErrorStats:
+    """Sums of squares, over any number of tensors: `stats += tensor_error(q, t)`."""
+
+    error: float = 0.0
+    reference: float = 0.0
+
+    @property
+    def relative(self) -> float:
+        """Frobenius norm of the error over that of the reference; 0 when nothing differs, inf against a zero."""
+        if self.error == 0:
+            return 0.0
+        return math.sqrt(self.error / self.reference) if self.reference else math.inf
+
+    def __add__(self, other: ErrorStats) -> ErrorStats:
+        return ErrorStats(self.error + other.error, self.reference + other.reference)
+
+
+def tensor_error(q: QTensor, tensor: torch.Tensor) -> ErrorStats:
+    """How far a stored tensor is from its source, both of shape q.shape."""
+    if tuple(tensor.shape) != q.shape:
+        raise ValueError(f"a stored tensor of shape {list(q.shape)} beside a source of shape {list(tensor.shape)}")
+    stats = ErrorStats()
+    source = tensor.detach().reshape(-1, q.shape[-1])
+    for rows in _chunks(source):
+        reference = source[rows].float()
+        stats += ErrorStats(_square_sum(_decode(q, rows) - reference), _square_sum(reference))
+    return stats
+
+
+def _square_sum(values: torch.Tensor) -> float:
+    import torch
+
+    flat = values.flatten()
+    total = float(torch.dot(flat, flat))
+    if not 1e-20 < total < 1e38:  # the squares of float32 overflow and underflow long before the values do
+        flat = flat.double()
+        total = float(torch.dot(flat, flat))
+    return total
+
+
+def _decode(q: QTensor, rows: slice) -> torch.Tensor:
+    """formats.dequantise of some rows, the same bits, at torch's speed."""
+    import torch
+
+    match q.format:
+        case "f32":
+            return torch.from_numpy(q.data.reshape(-1, q.shape[-1])[rows])
+        case "bf16":
+            return torch.from_numpy(q.data[rows].view(np.int16)).view(torch.bfloat16).float()
+        case "fp8":
+            assert q.scale2 is not None
+            values = torch.from_numpy(q.data[rows]).view(torch.float8_e4m3fn).float()
+            return values.mul_(torch.from_numpy(q.scale2[rows, None]))
+        case "nvfp4":
+            assert q.scale is not None and q.scale2 is not None
+            codes = torch.from_numpy(q.data[rows])
+            scales = torch.from_numpy(q.scale[rows]).view(torch.float8_e4m3fn).float()
+            pairs = _e2m1_pairs().index_select(0, codes.flatten().int())
+            values = pairs.view(torch.float32).view(*scales.shape, BLOCK)
+            values.mul_(scales[..., None]).mul_(float(q.scale2[0]))
+            return values.view(len(codes), -1)[:, : q.shape[1]]
+
+
+@cache
+def _e2m1_pairs() -> torch.Tensor:
+    """int64 [256]: for every byte its two e2m1 values, as two float32 in one word so that a look-up moves both."""
+    import torch
+
+    byte = np.arange(256)
+    pairs = np.stack([e2m1_values()[byte & 15], e2m1_values()[byte >> 4]], axis=-1)
+    return torch.from_numpy(pairs.view(np.int64).ravel())
