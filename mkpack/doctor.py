@@ -181,7 +181,7 @@ def _package(name: str) -> Row:
 def _gpu() -> Row:
     gpus = platform.gpus()
     if not gpus:
-        return Row("GPU", "missing", "none that nvidia-smi shows", "an NVIDIA GPU and its driver; CPU targets need none")
+        return Row("GPU", "missing", "none by nvidia-smi", "an NVIDIA GPU and its driver (CPU targets need none)")
     cards = [f"{g.name} (sm_{g.capability.replace('.', '')}{', ' + _gb(g.memory) if g.memory else ''})" for g in gpus]
     return Row("GPU", "ok", f"{', '.join(cards)}, driver {gpus[0].driver}")
 

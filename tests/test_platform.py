@@ -62,9 +62,7 @@ def test_cores_follow_the_affinity(files: dict[str, str], monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("quota", "count"), [("max 100000", 8), ("250000 100000", 2), ("50000 100000", 1), ("9900000 100000", 8)]
 )
-def test_cores_follow_the_quota(
-    files: dict[str, str], monkeypatch: pytest.MonkeyPatch, quota: str, count: int
-) -> None:
+def test_cores_follow_the_quota(files: dict[str, str], monkeypatch: pytest.MonkeyPatch, quota: str, count: int) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
     files["/proc/self/cgroup"] = "0::/pod/box\n"
     files["/sys/fs/cgroup/pod/box/cpu.max"] = "max 100000\n"

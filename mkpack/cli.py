@@ -1,0 +1,250 @@
+"""The command line: typer commands that hold no logic, import what they need when they run, and report errors."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mkpack import __version__
+from mkpack.errors import InternalError, UserError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+# Plain help and no decorated tracebacks: rich would take longer to import than everything else here.
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Artifact = Annotated[Path, typer.Argument(metavar="ARTIFACT", help="NAME.mkpack, or the folder it was unpacked to.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Threads = Annotated[int | None, typer.Option(min=1, help="Worker threads. [default: one per core]")]
+Verify = Annotated[bool, typer.Option("--verify/--no-verify", help="Check every byte first.")]
+
+
+def main() -> None:
+    """Entry point of the console script. Exit codes: 0 done, 1 mkpack's or the machine's fault, 2 the user's, 130
+    stopped by Ctrl-C."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a model may say what a terminal cannot show
+    try:
+        code = _run()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader went away, which is its right; nothing more may be written, not even by Python's own shutdown.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 1
+    sys.exit(code)
+
+
+def _run() -> int:
+    try:
+        app()
+    except SystemExit as done:
+        return done.code if isinstance(done.code, int) else 0
+    except KeyboardInterrupt:
+        return 130
+    except UserError as error:
+        print(f"mkpack: error: {error}", file=sys.stderr)
+        return 2
+    except InternalError as error:
+        print(f"mkpack: internal error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"mkpack {__version__}")
+        raise typer.Exit
+
+
+def _console() -> Console:
+    """Progress goes to standard error, so that standard output is the result alone."""
+    from rich.console import Console
+
+    return Console(stderr=True)
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Compile a mixture-of-experts checkpoint into one artifact that decodes one request at memory speed."""
+
+
+@app.command()
+def build(
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML file.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="File or folder to write. [default: ./NAME.mkpack]")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and its costs; build nothing.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Build even when the artifact is up to date.")] = False,
+    keep_work: Annotated[bool, typer.Option("--keep-work", help="Keep the working folder and say where.")] = False,
+    json: AsJson = False,
+) -> None:
+    """Build the artifact a recipe describes."""
+    from mkpack import build as builder
+
+    if dry_run:
+        plan = builder.plan(recipe)
+        typer.echo(plan.to_json() if json else plan.render())
+        return
+    path = builder.build(recipe, output=output, force=force, keep_work=keep_work, console=_console())
+    typer.echo(_dumps({"artifact": str(path), "bytes": path.stat().st_size}) if json else f"{path}")
+
+
+@app.command()
+def run(
+    artifact: Artifact,
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="The prompt.")] = None,
+    prompt_file: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Read the prompt from a file, - is standard input.")
+    ] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Give the prompt as it is, without the chat template.")] = False,
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="System message of the chat.")] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option("--max-new-tokens", "-n", min=1, help="Most tokens to make. [default: until it ends]")
+    ] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy. [default: the artifact's]")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Choose among the k likeliest; 0 is off.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Choose among the likeliest that make up p; 1 is off.")] = None,
+    min_p: Annotated[float | None, typer.Option(help="Drop what is under p times the likeliest; 0 is off.")] = None,
+    repetition_penalty: Annotated[float | None, typer.Option(help="Above 1: less of what was said; 1 is off.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, max=2**64 - 1, help="Equal seeds give equal answers.")] = None,
+    greedy: Annotated[bool, typer.Option("--greedy", help="Always the likeliest token.")] = False,
+    threads: Threads = None,
+    context: Annotated[
+        int | None, typer.Option(min=1, help="Positions to keep room for. [default: the artifact's limit]")
+    ] = None,
+    verify: Verify = True,
+    stats: Annotated[bool, typer.Option("--stats", help="Print the speed, and its bound, on standard error.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")] = False,
+) -> None:
+    """Answer a prompt, or hold a conversation on a terminal."""
+    import mkpack
+    from mkpack import session
+
+    if greedy and temperature:
+        raise UserError(f"--greedy and --temperature {temperature:g} contradict each other; give one of them")
+    if raw and system is not None:
+        raise UserError("--system is a message of the chat template; drop --raw, or put the text into the prompt")
+    sampling = session.sampling(
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        temperature=0.0 if greedy else temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+    )
+    options = session.Options(raw, system, stats, json, sampling)
+    text = session.find_prompt(prompt, prompt_file)
+    with mkpack.load(artifact, threads=threads, context=context, verify=verify) as model:
+        if text is None:
+            session.converse(model, options)
+        else:
+            session.answer(model, text, options)
+
+
+@app.command()
+def inspect(
+    artifact: Artifact,
+    tensors: Annotated[bool, typer.Option("--tensors", help="Also where each tensor lies.")] = False,
+    json: AsJson = False,
+) -> None:
+    """Show what an artifact holds; runs nothing of it."""
+    from mkpack import describe
+    from mkpack.artifact import open_artifact
+
+    with open_artifact(artifact) as opened:
+        show = describe.to_json if json else describe.describe
+        typer.echo(show(opened.manifest, tensors))
+
+
+@app.command()
+def verify(artifact: Artifact) -> None:
+    """Check every byte of an artifact; runs nothing of it."""
+    from mkpack import describe
+
+    damaged = 0
+    for problem, line in describe.check(artifact):
+        damaged += problem
+        typer.echo(line)
+    if damaged:
+        raise UserError(f"{artifact} is damaged; copy or download it again, or rebuild it")
+
+
+@app.command()
+def unpack(
+    artifact: Artifact,
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A folder that does not exist yet, or is empty.")],
+) -> None:
+    """Unpack an artifact into a folder, which runs like the file."""
+    from mkpack.artifact import extract
+
+    extract(artifact, folder)
+    typer.echo(f"{folder}")
+
+
+@app.command()
+def bench(
+    artifact: Artifact,
+    threads: Threads = None,
+    context: Annotated[
+        list[int] | None, typer.Option(min=1, help="Positions in the cache when it starts; may be repeated.")
+    ] = None,
+    json: AsJson = False,
+) -> None:
+    """Measure speed beside the bound of this machine's memory."""
+    from mkpack import bench as benchmark
+
+    result = benchmark.run(artifact, threads=threads, contexts=context)
+    typer.echo(result.to_json() if json else result.render())
+
+
+@app.command("eval")
+def evaluate(
+    artifact: Artifact,
+    against: Annotated[Path, typer.Option(metavar="OTHER", help="The artifact it is held against.")],
+    text: Annotated[Path | None, typer.Option(metavar="FILE", help="Text to read. [default: mkpack's own]")] = None,
+    tokens: Annotated[int | None, typer.Option(min=2, help="Read only so many tokens.")] = None,
+    threads: Threads = None,
+    json: AsJson = False,
+) -> None:
+    """Compare the quality of two artifacts on a text."""
+    from mkpack import quality
+
+    result = quality.compare(artifact, against, text=text, tokens=tokens, threads=threads)
+    typer.echo(result.to_json() if json else result.render())
+
+
+@app.command()
+def doctor(json: AsJson = False) -> None:
+    """Tell what works here and how to get the rest."""
+    from mkpack import doctor as doctors
+
+    diagnosis = doctors.diagnose()
+    if json:
+        typer.echo(diagnosis.to_json())
+    else:
+        doctors.show(diagnosis)
+    raise typer.Exit(diagnosis.exit_code)
+
+
+def _dumps(value: object) -> str:
+    import json
+
+    return json.dumps(value)
