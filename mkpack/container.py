@@ -47,6 +47,15 @@ class Member:
     crc: int
 
 
+@dataclass(frozen=True)
+class Directory:
+    """What a zip holds: sound entries, the names of all entries, and what is wrong with the others."""
+
+    members: dict[str, Member]
+    names: set[str]
+    problems: list[str]
+
+
 def alignment(name: str) -> int:
     """Bytes that the data of an entry is aligned to."""
     return WEIGHTS_ALIGNMENT if name.startswith("weights/") else ALIGNMENT
@@ -92,8 +101,10 @@ class ZipWriter:
             crc = zlib.crc32(block, crc)
             self._write(block)
         if self._at - data_at != size:
-            raise UserError(f"{name}: {size} bytes when the packing began, {self._at - data_at} when it was read; "
-                            "something else writes to it")
+            raise UserError(
+                f"{name}: {size} bytes when the packing began, {self._at - data_at} when it was read; "
+                "something else writes to it"
+            )
         self._out.seek(start + _CRC_AT)
         self._out.write(struct.pack("<I", crc))
         self._out.seek(self._at)
@@ -112,21 +123,22 @@ class ZipWriter:
         self._write(_END.pack(b"PK\5\6", 0, 0, count, count, length, start, 0))
 
     def _central_record(self, name: bytes, crc: int, size: int, start: int) -> bytes:
-        wide = [v for v in (size, size) if size >= ZIP64_LIMIT] + [v for v in (start,) if start >= ZIP64_LIMIT]
+        wide = [size, size] if size >= ZIP64_LIMIT else []
+        wide += [start] if start >= ZIP64_LIMIT else []
         extra = struct.pack(f"<HH{len(wide)}Q", _ZIP64_ID, 8 * len(wide), *wide) if wide else b""
-        short = 0xFFFF_FFFF if size >= ZIP64_LIMIT else size
-        at = 0xFFFF_FFFF if start >= ZIP64_LIMIT else start
-        version = 45 if wide else 10
-        return _CENTRAL.pack(b"PK\1\2", 3 << 8 | 45, version, 0, 0, 0, _DATE, crc, short, short, len(name), len(extra),
-                             0, 0, 0, _MODE, at) + name + extra
+        size = 0xFFFF_FFFF if size >= ZIP64_LIMIT else size
+        start = 0xFFFF_FFFF if start >= ZIP64_LIMIT else start
+        made_by, version = 3 << 8 | 45, 45 if wide else 10
+        record = (b"PK\1\2", made_by, version, 0, 0, 0, _DATE, crc, size, size, len(name), len(extra), 0, 0, 0)
+        return _CENTRAL.pack(*record, _MODE, start) + name + extra
 
     def _write(self, data: bytes | memoryview) -> None:
         self._out.write(data)
         self._at += len(data)
 
 
-def read_zip(file: BinaryIO, data: mmap.mmap) -> tuple[dict[str, Member], list[str]]:
-    """The sound entries of a zip and the problems of the others. UserError when there is no sound directory.
+def read_zip(file: BinaryIO, data: mmap.mmap) -> Directory:
+    """Reads and checks the directory and every local header of a zip. UserError when there is no sound directory.
 
     `data` maps the whole of `file`. Never reads entry data, and no more of the file than its headers.
     """
@@ -153,7 +165,7 @@ def read_zip(file: BinaryIO, data: mmap.mmap) -> tuple[dict[str, Member], list[s
     for (_, end, a), (start, _, b) in zip(spans, spans[1:], strict=False):
         if start < end:
             problems.append(f"{a} and {b} overlap")
-    return members, problems
+    return Directory(members, {i.orig_filename for i in infos}, problems)
 
 
 def _check_end(data: mmap.mmap) -> int:
@@ -176,14 +188,13 @@ def _check_end(data: mmap.mmap) -> int:
     if disk or cd_disk or here != count or start + length != end:
         raise UserError("damaged zip: the end record and the directory do not fit; copy or download it again")
     if count > MAX_ENTRIES or length > MAX_DIRECTORY:
-        raise UserError(f"{count} entries in {length} bytes of directory, at most {MAX_ENTRIES} in {MAX_DIRECTORY} are "
-                        "allowed")
+        raise UserError(
+            f"{count} entries in {length} bytes of directory, at most {MAX_ENTRIES} in {MAX_DIRECTORY} are allowed"
+        )
     return start
 
 
-def _check_member(
-    data: mmap.mmap, info: zipfile.ZipInfo, directory_at: int
-) -> tuple[Member | None, list[str]]:
+def _check_member(data: mmap.mmap, info: zipfile.ZipInfo, directory_at: int) -> tuple[Member | None, list[str]]:
     wrong: list[str] = []
     if info.flag_bits & 0x1:
         wrong.append("encrypted")
@@ -210,13 +221,21 @@ def _check_member(
     if size == 0xFFFF_FFFF or packed == 0xFFFF_FFFF:
         size, packed = _zip64_sizes(bytes(data[name_at + n : offset]))
     local = (bytes(data[name_at : name_at + n]), flags, method, crc, packed, size)
-    central = (info.orig_filename.encode(), info.flag_bits, info.compress_type, info.CRC, info.compress_size,
-               info.file_size)
+    central = (
+        info.orig_filename.encode(),
+        info.flag_bits,
+        info.compress_type,
+        info.CRC,
+        info.compress_size,
+        info.file_size,
+    )
     if local != central:
         wrong.append("its header and the directory disagree about name, flags, method, CRC or size")
     if offset % alignment(info.orig_filename):
-        wrong.append(f"data at byte {offset} is not aligned to {alignment(info.orig_filename)}; unpack the file and "
-                     "use the folder")
+        wrong.append(
+            f"data at byte {offset} is not aligned to {alignment(info.orig_filename)}; unpack the file and "
+            "use the folder"
+        )
     return (None if wrong else Member(info.orig_filename, offset, info.file_size, info.CRC)), wrong
 
 

@@ -46,6 +46,12 @@ Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 Positive = Annotated[int, Field(ge=1, lt=1 << 63)]
 
 
+def capped(problems: list[str]) -> list[str]:
+    """The first MAX_PROBLEMS and how many more there are."""
+    left = len(problems) - MAX_PROBLEMS
+    return problems[:MAX_PROBLEMS] + ([f"and {left} more"] if left > 0 else [])
+
+
 class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -258,9 +264,7 @@ def _problems(error: ValidationError) -> list[str]:
             found.extend(f"{field}: {line}" for line in e["msg"].removeprefix("Value error, ").split("\n"))
         else:
             found.append(f"{field}: {e['msg']}, found {_short(e['input'])}")
-    if len(found) > MAX_PROBLEMS:
-        found[MAX_PROBLEMS:] = [f"and {len(found) - MAX_PROBLEMS} more"]
-    return found
+    return capped(found)
 
 
 def _short(value: object) -> str:
