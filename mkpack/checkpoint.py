@@ -1,0 +1,330 @@
+"""A Hugging Face safetensors folder: checked as a whole before any work, then read one tensor at a time.
+
+Shard headers are parsed here rather than by the safetensors package: every fault of every file goes into one message,
+and a tensor is read into a buffer of its own instead of a map that keeps whole shards resident.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mkpack.errors import UserError, combine, nearest
+from mkpack.shard import LFS_POINTER, lfs_problem, load_json, read_header
+from mkpack.shard import TensorInfo as TensorInfo
+from mkpack.spec import TensorRole
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+SUPPORTED_DTYPES = ("F32", "F16", "BF16")
+_SUPPORTED = ", ".join(SUPPORTED_DTYPES)
+
+_AUX = re.compile(
+    r"tokenizer\.json|tokenizer_config\.json|special_tokens_map\.json|generation_config\.json|chat_template\.jinja"
+    r"|(?i:(licen[sc]e|notice)([._-].*)?)"
+)
+_LIST_LIMIT = 20
+_CHUNK = 4 << 20
+_DIGEST_THREADS = 4
+
+
+def is_aux(name: str) -> bool:
+    """Whether a file of this name, beside config and weights, belongs to a build: tokenizer, template, licence."""
+    return _AUX.fullmatch(name) is not None
+
+
+def index_shards(text: bytes) -> tuple[dict[str, str], list[str]]:
+    """An index file's map of tensor name -> shard, and what is wrong with the file.
+
+    A shard outside the folder (absolute, or with "..") is a problem, so that an index cannot make a build read or
+    fetch anything else.
+    """
+    problems: list[str] = []
+    try:
+        index = load_json(text, problems)
+    except ValueError as e:
+        return {}, [f"not readable as JSON: {e}"]
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
+        return {}, ['no "weight_map" from tensor names to file names']
+    for shard in sorted(set(weight_map.values())):
+        parts = shard.split("/")
+        if not shard.endswith(".safetensors") or "" in parts or ".." in parts or "\\" in shard or "\0" in shard:
+            problems.append(f'"{shard}" is not the name of a .safetensors file in this folder')
+    return weight_map, problems
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checked safetensors folder. `tensors` is in file order; `stray` holds .safetensors files that nothing uses."""
+
+    folder: Path
+    config: dict[str, Any]
+    generation_config: dict[str, Any]
+    tensors: dict[str, TensorInfo]
+    shards: tuple[str, ...]
+    stray: tuple[str, ...]
+
+    @classmethod
+    def open(cls, folder: Path) -> Checkpoint:
+        """Read config, index and every shard's header; all faults are in one UserError and no tensor is read."""
+        if not folder.is_dir():
+            raise UserError(f"checkpoint {folder}: no such folder")
+        problems: list[str] = []
+        config = {}
+        if os.path.lexists(folder / "config.json"):
+            config = _json_object(folder, "config.json", problems)
+        else:
+            problems.append("config.json is absent: this is not the folder of a checkpoint")
+        generation_config = {}
+        for name, path in _aux_files(folder).items():
+            if name == "generation_config.json":
+                generation_config = _json_object(folder, name, problems)
+            elif _is_pointer(path):
+                problems.append(lfs_problem(name))
+        tensors, shards = _weights(folder, problems)
+        if problems:
+            raise _refusal(f"checkpoint {folder}", problems)
+        present = {f.name for f in folder.glob("*.safetensors")}
+        return cls(folder, config, generation_config, tensors, tuple(shards), tuple(sorted(present - set(shards))))
+
+    @cached_property
+    def license_id(self) -> str | None:
+        """Licence identifier in the front matter of README.md (its licence_name where the id is "other"), or None."""
+        try:
+            text = (self.folder / "README.md").read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError):
+            return None
+        front = re.match(r"\ufeff?---\r?\n(.*?)\r?\n---\s*(\n|$)", text, re.DOTALL)
+        if front is None:
+            return None
+        import yaml
+
+        try:
+            meta = yaml.safe_load(front[1])
+        except yaml.YAMLError:
+            return None
+        found = meta.get("license") if isinstance(meta, dict) else None
+        if found == "other":
+            found = meta.get("license_name") or found
+        if isinstance(found, list) and found and all(isinstance(x, str) for x in found):
+            return " AND ".join(found)
+        return found if isinstance(found, str) else None
+
+    def check(self, roles: Iterable[TensorRole]) -> None:
+        """Refuse, in one UserError, every tensor that `roles` need and that is absent or has another shape or dtype."""
+        missing, shapes, dtypes = [], [], []
+        for role in roles:
+            info = self.tensors.get(role.source)
+            if info is None:
+                missing.append(f'"{role.source}" is missing, expected shape {list(role.shape)}')
+                continue
+            if info.shape != role.shape:
+                expected = f"expected shape {list(role.shape)} by config.json"
+                shapes.append(f'"{role.source}" in {info.file}: {expected}, found {list(info.shape)}')
+            if info.dtype not in SUPPORTED_DTYPES:
+                dtypes.append(f'"{role.source}" in {info.file}: expected dtype {_SUPPORTED}, found {info.dtype}')
+        if missing or shapes or dtypes:
+            raise _refusal(f"tensors of checkpoint {self.folder}", missing, shapes, dtypes)
+
+    def unused(self, roles: Iterable[TensorRole]) -> list[str]:
+        """Names of the tensors that no role needs, sorted."""
+        return sorted(self.tensors.keys() - {role.source for role in roles})
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor, in the checkpoint's own dtype (float32, float16 or bfloat16) and shape, in memory of its own."""
+        import torch
+
+        info = self._readable(name)
+        dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[info.dtype]
+        return torch.from_numpy(self._bytes(info)).view(dtype).reshape(info.shape)
+
+    def read_numpy(self, name: str) -> np.ndarray:
+        """One tensor without torch: F32 as float32, F16 as float16, BF16 as its bits in uint16."""
+        info = self._readable(name)
+        dtype = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}[info.dtype]
+        return self._bytes(info).view(dtype).reshape(info.shape)
+
+    def aux_files(self) -> dict[str, Path]:
+        """Tokenizer, chat template, generation defaults and licence files that are there, by name."""
+        return _aux_files(self.folder)
+
+    def digests(
+        self, progress: Callable[[int], None] | None = None, expected: dict[str, str] | None = None
+    ) -> dict[str, str]:
+        """SHA-256 in hex of every file a build uses, by name, sorted.
+
+        `progress` is called with the number of bytes just read, by one thread at a time. `expected` holds digests
+        that are known from elsewhere (`hub.SourceSnapshot.sha256`); files that differ are refused.
+        """
+        names = {"config.json", *self.shards, *self.aux_files()}
+        if (self.folder / INDEX).is_file():
+            names.add(INDEX)
+        lock = threading.Lock()
+
+        def digest(name: str) -> str:
+            state, buffer = sha256(), bytearray(_CHUNK)
+            with open(self.folder / name, "rb", buffering=0) as f:
+                while n := f.readinto(buffer):
+                    state.update(memoryview(buffer)[:n])
+                    if progress is not None:
+                        with lock:
+                            progress(n)
+            return state.hexdigest()
+
+        ordered = sorted(names)
+        with ThreadPoolExecutor(_DIGEST_THREADS) as pool:
+            result = dict(zip(ordered, pool.map(digest, ordered), strict=True))
+        wrong = [
+            f"{name}: expected sha256 {expected[name]}, found {found}; delete the file and fetch it again"
+            for name, found in result.items()
+            if expected and expected.get(name, found) != found
+        ]
+        if wrong:
+            raise _refusal(f"checkpoint {self.folder} is damaged", wrong)
+        return result
+
+    def _readable(self, name: str) -> TensorInfo:
+        info = self.tensors.get(name)
+        if info is None:
+            raise UserError(f'checkpoint {self.folder}: no tensor "{name}"{nearest(name, self.tensors)}')
+        if info.dtype not in SUPPORTED_DTYPES:
+            raise UserError(f'checkpoint {self.folder}: "{name}" is {info.dtype}, expected one of {_SUPPORTED}')
+        return info
+
+    def _bytes(self, info: TensorInfo) -> np.ndarray:
+        import numpy as np
+
+        # A plain read into fresh memory: with a map, pages of a shard would stay in this process's RSS.
+        buffer = np.empty(info.nbytes, np.uint8)
+        view, done = buffer.data, 0
+        with open(self.folder / info.file, "rb", buffering=0) as f:
+            f.seek(info.offset)
+            while done < info.nbytes:
+                n = f.readinto(view[done:])
+                if not n:
+                    raise UserError(
+                        f'{self.folder / info.file} changed while it was read: "{info.name}" should be {info.nbytes} '
+                        f"bytes at {info.offset}, found {done}"
+                    )
+                done += n
+        return buffer
+
+
+def _weights(folder: Path, problems: list[str]) -> tuple[dict[str, TensorInfo], list[str]]:
+    """Tensors and shards of the folder; the index, where there is one, decides which files count."""
+    if not os.path.lexists(folder / INDEX):
+        if not os.path.lexists(folder / SINGLE):
+            problems.append(_no_weights(folder))
+            return {}, []
+        return {t.name: t for t in read_header(folder, SINGLE, problems)}, [SINGLE]
+
+    text = _read(folder, INDEX, problems)
+    if text is None:
+        return {}, []
+    weight_map, faults = index_shards(text)
+    problems += [f"{INDEX}: {fault}" for fault in faults]
+    if faults:
+        return {}, []
+
+    named: dict[str, list[str]] = {}
+    for tensor, shard in weight_map.items():
+        named.setdefault(shard, []).append(tensor)
+    tensors: dict[str, TensorInfo] = {}
+    for shard in sorted(named):
+        if not (folder / shard).is_file():
+            problems.append(f"{shard} is absent; {INDEX} places {_some(sorted(named[shard]))} in it")
+            continue
+        before = len(problems)
+        found = {t.name: t for t in read_header(folder, shard, problems)}
+        if len(problems) > before and not found:
+            continue  # an unreadable header says nothing about single tensors
+        for name in sorted(set(named[shard]) - found.keys()):
+            problems.append(f'"{name}" is not in {shard}, where {INDEX} places it')
+        for name, info in found.items():
+            if name in tensors:
+                problems.append(f'"{name}" is in both {tensors[name].file} and {shard}')
+            elif name not in weight_map:
+                problems.append(f'"{name}" in {shard} is not in {INDEX}')
+            tensors.setdefault(name, info)
+    return tensors, sorted(named)
+
+
+def _no_weights(folder: Path) -> str:
+    names = sorted(f.name for f in folder.iterdir() if f.is_file())
+    expected = f"expected {SINGLE} or {INDEX}"
+    if shards := [n for n in names if n.endswith(".safetensors")]:
+        return f"{expected}, found only {_some(shards)}: the index is absent, copy it from the source of the checkpoint"
+    if other := [n for n in names if n.endswith((".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"))]:
+        convert = "convert to safetensors first, for example with save_pretrained() of transformers"
+        return f"{expected}, found only {_some(other)}: {convert}"
+    return f"no weights: {expected}"
+
+
+def _json_object(folder: Path, name: str, problems: list[str]) -> dict[str, Any]:
+    text = _read(folder, name, problems)
+    if text is None:
+        return {}
+    try:
+        found = load_json(text, [])
+    except ValueError as e:
+        problems.append(f"{name} is not readable as JSON: {e}")
+        return {}
+    if not isinstance(found, dict):
+        problems.append(f"{name} is not a JSON object")
+        return {}
+    return found
+
+
+def _read(folder: Path, name: str, problems: list[str]) -> bytes | None:
+    """A whole small file, or None with a problem added."""
+    try:
+        text = (folder / name).read_bytes()
+    except OSError as e:
+        problems.append(f"{name} cannot be read: {e.strerror}")
+        return None
+    if text.startswith(LFS_POINTER):
+        problems.append(lfs_problem(name))
+        return None
+    return text
+
+
+def _aux_files(folder: Path) -> dict[str, Path]:
+    return {f.name: f for f in sorted(folder.iterdir()) if is_aux(f.name) and f.is_file()}
+
+
+def _is_pointer(path: Path) -> bool:
+    with open(path, "rb") as f:
+        return f.read(len(LFS_POINTER)) == LFS_POINTER
+
+
+def _some(names: list[str]) -> str:
+    """The first three names, and how many more there are."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
+
+
+def _refusal(title: str, *kinds: list[str]) -> UserError:
+    """combine() of every kind of problem, with each kind cut after 20 lines."""
+    total = sum(map(len, kinds))
+    if all(len(kind) <= _LIST_LIMIT for kind in kinds):
+        return combine(title, [problem for kind in kinds for problem in kind])
+    lines = [f"{title}: {total} problems"]
+    for kind in kinds:
+        lines += [f"  - {problem}" for problem in kind[:_LIST_LIMIT]]
+        if len(kind) > _LIST_LIMIT:
+            lines.append(f"  - ... and {len(kind) - _LIST_LIMIT} more like these")
+    return UserError("\n".join(lines))
