@@ -48,7 +48,7 @@ def main() -> None:
 
 def _run() -> int:
     try:
-        app()
+        app(prog_name="mkpack")
     except SystemExit as done:
         return done.code if isinstance(done.code, int) else 0
     except KeyboardInterrupt:

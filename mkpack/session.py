@@ -190,7 +190,9 @@ def stats(model: Model, generation: Generation) -> str:
     lines.append(
         f"new:    {result.num_new_tokens} tokens" + (f", then {_speed(later, result.decode_s)}" if later else "")
     )
-    nbytes, bandwidth = schedule.bytes_per_token(model.manifest), model.read_bandwidth()
+    manifest, bandwidth = model.manifest, model.read_bandwidth()
+    middle = result.num_prompt_tokens + result.num_new_tokens // 2
+    nbytes = schedule.bytes_per_step(manifest.spec, manifest.sections, manifest.tp, position=middle)
     bound = nbytes / bandwidth
     reached = f", {bound / (result.decode_s / later):.0%} of it reached" if later and result.decode_s else ""
     lines.append(
