@@ -148,9 +148,9 @@ class Checkpoint:
         """One tensor, in the checkpoint's own dtype (float32, float16 or bfloat16) and shape, in memory of its own."""
         import torch
 
-        info = self._readable(name)
-        dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[info.dtype]
-        return torch.from_numpy(self._bytes(info)).view(dtype).reshape(info.shape)
+        # numpy has no bfloat16: its bits are viewed, which copies nothing.
+        data = torch.from_numpy(self.read_numpy(name))
+        return data.view(torch.bfloat16) if self.tensors[name].dtype == "BF16" else data
 
     def read_numpy(self, name: str) -> np.ndarray:
         """One tensor without torch: F32 as float32, F16 as float16, BF16 as its bits in uint16."""
