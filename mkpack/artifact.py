@@ -19,7 +19,7 @@ from types import TracebackType
 from mkpack.container import MAX_ENTRIES, ZipWriter, names_problems
 from mkpack.digest import Digester, Progress, Verification
 from mkpack.errors import InternalError, UserError, combine, nearest
-from mkpack.manifest import MANIFEST_NAME, Entry, Manifest, capped
+from mkpack.manifest import MANIFEST_NAME, Entry, Manifest, capped, shown
 from mkpack.store import FolderStore, ZipStore, address
 
 MAX_MANIFEST = 64 << 20  # bytes
@@ -119,7 +119,7 @@ class Artifact:
     def _entry(self, name: str) -> Entry:
         entries = self.manifest.entries
         if name not in entries:
-            raise UserError(f"{self.path}: no entry {ascii(name)}{nearest(name, entries)}")
+            raise UserError(f"{self.path}: no entry {shown(name)}{nearest(name, entries)}")
         return entries[name]
 
 
@@ -164,7 +164,7 @@ def _checked(path: Path, store: ZipStore | FolderStore, problems: list[str] | No
         elif store.sizes.get(name, entry.size) != entry.size:
             found.append(f"{name}: expected {entry.size} bytes, found {store.sizes[name]}")
     known = {MANIFEST_NAME, *manifest.entries}
-    found += [f"{ascii(name)}: not in the manifest" for name in sorted(store.names - known)]
+    found += [f"{shown(name)}: not in the manifest" for name in sorted(store.names - known)]
     if found and problems is None:
         raise combine(f"{path} is damaged (copy or download it again, or rebuild it)", capped(found))
     if problems is not None:

@@ -175,7 +175,7 @@ class Manifest(_Frozen):
             yield f"entries lists {MANIFEST_NAME}, which cannot hold its own digest"
         ranks = [w.rank for w in self.weights]
         if len(ranks) != self.tp or ranks != list(range(len(ranks))):
-            yield f"weights: expected ranks 0 to {self.tp - 1} in order, found {_short(ranks)}"
+            yield f"weights: expected ranks 0 to {self.tp - 1} in order, found {shown(ranks)}"
         for w in self.weights:
             if w.path in self.entries and self.entries[w.path].size != w.nbytes:
                 yield f"weights of rank {w.rank}: {w.nbytes} bytes here, {self.entries[w.path].size} in entries"
@@ -189,7 +189,7 @@ class Manifest(_Frozen):
         for s in self.sections:
             if s.offset % WEIGHTS_ALIGNMENT or s.offset < end or s.offset + s.nbytes > blob:
                 yield (
-                    f"section {_short(s.name)}: bytes {s.offset} to {s.offset + s.nbytes} are not {WEIGHTS_ALIGNMENT}-"
+                    f"section {shown(s.name)}: bytes {s.offset} to {s.offset + s.nbytes} are not {WEIGHTS_ALIGNMENT}-"
                     f"aligned, after the section before (ends at {end}) and within the blob ({blob} bytes)"
                 )
             end = s.offset + s.nbytes
@@ -207,7 +207,7 @@ class Manifest(_Frozen):
         try:
             raw = json.loads(data.decode("utf-8"), object_pairs_hook=_no_duplicates)
         except (ValueError, RecursionError) as e:
-            raise UserError(f"{where}: not JSON: {_short(str(e))}") from e
+            raise UserError(f"{where}: not JSON: {shown(str(e))}") from e
         if not isinstance(raw, dict):
             raise UserError(f"{where}: expected a JSON object, found {type(raw).__name__}")
         if newer := list(_newer(raw)):
@@ -231,13 +231,13 @@ def _newer(raw: dict[str, Any]) -> Iterator[str]:
     found = raw.get("format_version")
     if isinstance(found, int) and found > FORMAT_VERSION:
         yield (
-            f"newer format: found format {_short(found)}, mkpack {__version__} supports up to {FORMAT_VERSION}; "
+            f"newer format: found format {shown(found)}, mkpack {__version__} supports up to {FORMAT_VERSION}; "
             "upgrade mkpack (pip install --upgrade mkpack)"
         )
     minimum = raw.get("minimum_runtime")
     if isinstance(minimum, str) and _release(minimum) > _release(__version__):
         yield (
-            f"needs a newer runtime: found minimum_runtime {_short(minimum)}, this is mkpack {__version__}; "
+            f"needs a newer runtime: found minimum_runtime {shown(minimum)}, this is mkpack {__version__}; "
             "upgrade mkpack (pip install --upgrade mkpack)"
         )
 
@@ -255,7 +255,7 @@ def _problems(error: ValidationError) -> list[str]:
     found: list[str] = []
     for e in error.errors(include_url=False, include_context=False):
         field = ".".join(str(part) for part in e["loc"]) or "manifest"
-        field = _short(field) if len(field) > 80 or not field.isascii() else field
+        field = shown(field) if len(field) > 80 or not field.isascii() else field
         if e["type"] == "extra_forbidden":
             found.append(f"{field}: unknown field")
         elif e["type"] == "missing":
@@ -263,11 +263,12 @@ def _problems(error: ValidationError) -> list[str]:
         elif e["type"] == "value_error":
             found.extend(f"{field}: {line}" for line in e["msg"].removeprefix("Value error, ").split("\n"))
         else:
-            found.append(f"{field}: {e['msg']}, found {_short(e['input'])}")
+            found.append(f"{field}: {e['msg']}, found {shown(e['input'])}")
     return capped(found)
 
 
-def _short(value: object) -> str:
+def shown(value: object) -> str:
+    """A value of a hostile file as one short line of ASCII."""
     try:
         text = value if isinstance(value, str) and value.isascii() and value.isprintable() else ascii(value)
     except (ValueError, RecursionError):  # an integer too long to print

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mkpack.container import MAX_ENTRIES, names_problems, read_zip
 from mkpack.errors import UserError
-from mkpack.manifest import MANIFEST_NAME, MAX_NAME, name_problem
+from mkpack.manifest import MANIFEST_NAME, MAX_NAME, name_problem, shown
 
 
 class ZipStore:
@@ -79,13 +79,13 @@ class FolderStore:
                 if len(name) > MAX_NAME:
                     self.problems.append(name_problem(name) or name)
                 elif item.is_symlink():
-                    self.problems.append(f"{ascii(name)}: symbolic link, expected the file itself")
+                    self.problems.append(f"{shown(name)}: symbolic link, expected the file itself")
                 elif item.is_dir():
                     self._scan(folder / item.name, name + "/")
                 elif item.is_file():
                     self.sizes[name] = item.stat(follow_symlinks=False).st_size
                 else:
-                    self.problems.append(f"{ascii(name)}: not a plain file")
+                    self.problems.append(f"{shown(name)}: not a plain file")
 
     def view(self, name: str) -> memoryview:
         if self.sizes[name] == 0:
