@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import shutil
@@ -11,6 +10,7 @@ import threading
 import urllib.error
 import urllib.request
 from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
 from typing import Literal
 
 from mkpack import platform
@@ -173,8 +173,8 @@ def _ninja() -> Row:
 
 def _package(name: str) -> Row:
     try:
-        return Row(name, "ok", importlib.metadata.version(name))
-    except importlib.metadata.PackageNotFoundError:
+        return Row(name, "ok", version(name))
+    except PackageNotFoundError:
         return Row(name, "missing", "not installed", _BUILD_EXTRA)
 
 

@@ -5,20 +5,20 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mkpack.errors import UserError, combine
+from mkpack.errors import UserError
 
 if TYPE_CHECKING:
-    from mkpack.loader import Generation, Model
+    from mkpack.generation import Generation, Result
+    from mkpack.loader import Model
 
 _HELP = "/exit (or Ctrl-D) leaves, /reset forgets the conversation, /stats tells the speed of the last answer"
 _STOPS = {
     "stop": "stop token",
-    "length": "max_new_tokens reached",
-    "context": "the context is full",
+    "length": "max_new_tokens reached, or the context is full",
     "cancelled": "stopped by you",
 }
 
@@ -34,16 +34,13 @@ class Options:
     sampling: dict[str, Any] = field(default_factory=dict)
 
 
-def sampling(**given: Any) -> dict[str, Any]:
-    """The arguments that are not None. Raises UserError naming every sampling value that is out of range."""
-    from mkpack.text import Sampling
+def sampling(max_new_tokens: int | None, seed: int | None, **given: Any) -> dict[str, Any]:
+    """What of it is not None. Raises UserError naming every value that is out of range, before anything is loaded."""
+    from mkpack.text import Sampling, checked_sampling
 
-    chosen = {name: value for name, value in given.items() if value is not None}
-    known = {f.name for f in fields(Sampling)}
-    problems = Sampling(**{k: v for k, v in chosen.items() if k in known}).problems(chosen)
-    if problems:
-        raise combine("sampling", problems)
-    return chosen
+    checked_sampling(Sampling(), given)
+    everything = {"max_new_tokens": max_new_tokens, "seed": seed, **given}
+    return {name: value for name, value in everything.items() if value is not None}
 
 
 def find_prompt(prompt: str | None, prompt_file: str | None) -> str | None:
@@ -88,12 +85,12 @@ def answer(model: Model, prompt: str, options: Options) -> None:
     try:
         if options.json:
             pieces.extend(generation)
-            print(json.dumps(_summary(generation, "".join(pieces)), ensure_ascii=False), flush=True)
+            print(json.dumps(_summary(_ended(generation), "".join(pieces)), ensure_ascii=False), flush=True)
         else:
             _show(generation, pieces)
     finally:
         if options.stats and generation.result is not None:
-            print(stats(model, generation), file=sys.stderr)
+            print(stats(model, generation.result), file=sys.stderr)
 
 
 def converse(model: Model, options: Options) -> None:
@@ -104,7 +101,7 @@ def converse(model: Model, options: Options) -> None:
         import readline  # noqa: F401  (line editing and history for input())
     print(_HELP)
     history = _system(options)
-    last: Generation | None = None
+    last: Result | None = None
     while (line := _read_line()) is not None:
         command = line.strip()
         if not command:
@@ -121,14 +118,15 @@ def converse(model: Model, options: Options) -> None:
             turn = [*([] if options.raw else history), {"role": "user", "content": line}]
             pieces: list[str] = []
             try:
-                last = _start(model, turn, options)
+                generation = _start(model, turn, options)
                 with suppress(KeyboardInterrupt):
-                    _show(last, pieces)
+                    _show(generation, pieces)
             except UserError as error:
                 print(f"mkpack: {error}\n/reset starts a new conversation", file=sys.stderr)
                 continue
             history = [*turn, {"role": "assistant", "content": "".join(pieces)}]
-            if options.stats:
+            last = generation.result
+            if options.stats and last:
                 print(stats(model, last), file=sys.stderr)
 
 
@@ -148,13 +146,13 @@ def _system(options: Options) -> list[dict[str, str]]:
     return [{"role": "system", "content": options.system}] if options.system is not None else []
 
 
-def _start(model: Model, messages: list[dict[str, str]], options: Options) -> Generation:
+def _start(model: Model, messages: list[dict[str, str]], options: Options) -> Generation[str]:
     if options.raw:
         return model.generate(messages[-1]["content"], raw=True, **options.sampling)
     return model.chat(messages, **options.sampling)
 
 
-def _show(generation: Generation, pieces: list[str]) -> None:
+def _show(generation: Generation[str], pieces: list[str]) -> None:
     """Writes text as it comes, also into `pieces`, which holds what was said when Ctrl-C ends it early."""
     ended = False
     try:
@@ -169,29 +167,33 @@ def _show(generation: Generation, pieces: list[str]) -> None:
             print(flush=True)
 
 
-def _summary(generation: Generation, text: str) -> dict[str, Any]:
-    result = generation.result
+def _ended(generation: Generation[str]) -> Result:
+    assert generation.result is not None, "a generation that ended without an error has a result"
+    return generation.result
+
+
+def _summary(result: Result, text: str) -> dict[str, Any]:
     return {
         "text": text,
-        "tokens": result.num_new_tokens,
-        "prompt_tokens": result.num_prompt_tokens,
+        "tokens": list(result.tokens),
+        "num_prompt_tokens": result.num_prompt_tokens,
         "stop_reason": result.stop_reason,
+        "seed": result.seed,
         "timings": {"prefill_s": result.prefill_s, "decode_s": result.decode_s},
     }
 
 
-def stats(model: Model, generation: Generation) -> str:
-    """Tokens, time a token, and beside it the time that reading a token's weights from memory takes at least."""
+def stats(model: Model, result: Result) -> str:
+    """Tokens, time a token, and beside it the time that reading a token's weights and cache takes at least."""
     from mkpack import schedule
 
-    result = generation.result
     later = result.num_new_tokens - 1  # the first new token is the prefill's
     lines = [f"prompt: {_speed(result.num_prompt_tokens, result.prefill_s)}"]
     lines.append(
         f"new:    {result.num_new_tokens} tokens" + (f", then {_speed(later, result.decode_s)}" if later else "")
     )
     manifest, bandwidth = model.manifest, model.read_bandwidth()
-    middle = result.num_prompt_tokens + result.num_new_tokens // 2
+    middle = result.num_cached_tokens + result.num_prompt_tokens + result.num_new_tokens // 2
     nbytes = schedule.bytes_per_step(manifest.spec, manifest.sections, manifest.tp, position=middle)
     bound = nbytes / bandwidth
     reached = f", {bound / (result.decode_s / later):.0%} of it reached" if later and result.decode_s else ""

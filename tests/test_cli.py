@@ -47,8 +47,11 @@ class FakeGeneration:
     def _end(self, reason: str) -> None:
         self.result = types.SimpleNamespace(
             stop_reason=reason,
+            tokens=tuple(range(self.said + 1)),
             num_new_tokens=self.said + 1,
             num_prompt_tokens=len(self.prompt),
+            num_cached_tokens=0,
+            seed=7,
             prefill_s=0.5,
             decode_s=0.02 * self.said,
         )
@@ -286,7 +289,7 @@ def test_prompt_from_a_file_or_standard_input(call: Any, tmp_path: Path) -> None
         ([], b"caf\xe9", "standard input: not UTF-8 text (byte 0xe9 at offset 3)"),
         (["-p", "a", "--greedy", "--temperature", "1"], b"", "contradict each other"),
         (["-p", "a", "--raw", "--system", "x"], b"", "--system is a message of the chat template"),
-        (["-p", "a", "--top-p", "2", "--min-p", "-1"], b"", "sampling: 2 problems"),
+        (["-p", "a", "--top-p", "2", "--min-p", "-1"], b"", "bad sampling values: 2 problems"),
     ],
 )
 def test_refused_before_anything_is_loaded(call: Any, arguments: list[str], stdin: bytes, text: str) -> None:
@@ -315,9 +318,10 @@ def test_json_is_one_object(call: Any) -> None:
     assert (code, err) == (0, "")
     assert json.loads(out) == {
         "text": "one two é ",
-        "tokens": 5,
-        "prompt_tokens": 5,
+        "tokens": [0, 1, 2, 3, 4],
+        "num_prompt_tokens": 5,
         "stop_reason": "stop",
+        "seed": 7,
         "timings": {"prefill_s": 0.5, "decode_s": 0.08},
     }
     assert "é" in out and out.count("\n") == 1
