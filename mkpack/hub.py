@@ -6,6 +6,7 @@ HF_ENDPOINT, HF_HUB_OFFLINE) when it is imported, which happens inside the funct
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -56,9 +57,14 @@ def fetch_source(repo: str, revision: str, *, cache_dir: Path | None = None, pro
 
 
 def _online(repo: str, revision: str, cache: Path) -> SourceSnapshot:
-    from huggingface_hub import HfApi, hf_hub_download, snapshot_download
+    from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download
 
-    info = HfApi().model_info(repo, revision=revision, files_metadata=True, timeout=_LIST_TIMEOUT)
+    try:
+        info = HfApi().model_info(repo, revision=revision, files_metadata=True, timeout=_LIST_TIMEOUT)
+    except (json.JSONDecodeError, KeyError, TypeError) as e:
+        raise UserError(
+            f"source {repo}: {constants.ENDPOINT} does not answer like a Hugging Face hub; check HF_ENDPOINT"
+        ) from e
     commit = info.sha or ""
     if not _COMMIT.fullmatch(commit):
         raise UserError(f"source {repo}: the hub did not name a commit for revision {revision}, found {commit!r}")
@@ -244,7 +250,9 @@ def _explain(error: BaseException, revision: str, endpoint: str) -> str:
         return next((e for e in chain if isinstance(e, types)), None)
 
     token = (
-        "the token in use (HF_TOKEN or hf auth login) has no access" if get_token() else "set HF_TOKEN, none is in use"
+        "the token in use (HF_TOKEN or hf auth login) does not give access"
+        if get_token()
+        else "set HF_TOKEN, none is set"
     )
     if first(errors.GatedRepoError):
         return f"the repo is gated: accept its conditions at {endpoint} with your account; {token}"

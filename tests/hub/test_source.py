@@ -295,9 +295,11 @@ def test_connection_cut_before_an_answer(hub, fetch):
     assert "was cut" in error(fetch())
 
 
-def test_an_endpoint_that_is_no_hub(hub, fetch):
-    hub.fail("/api/models", status=200, body=b"<html>Welcome to the portal</html>")
-    assert REPO in error(fetch())
+@pytest.mark.parametrize("body", [b"<html>Welcome to the portal</html>", b"[]", b"{}"])
+def test_an_endpoint_that_is_no_hub(hub, fetch, body):
+    hub.fail("/api/models", status=200, body=body)
+    text = error(fetch())
+    assert hub.url in text and "not answer like a Hugging Face hub" in text and "HF_ENDPOINT" in text
 
 
 def test_a_name_that_no_repo_can_have(fetch):
