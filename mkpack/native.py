@@ -1,0 +1,218 @@
+"""A compiled model in this process: library bytes -> calls of the ABI, with errors as exceptions.
+
+Knows nothing of artifacts, text or sampling defaults; loader.py puts those around it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import itertools
+import os
+import queue
+import threading
+from _ctypes import dlclose
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from mkpack import abi
+from mkpack.errors import InternalError, UserError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+_loads = itertools.count(1)
+_CODES = {
+    abi.ERR_ARGUMENT: "bad argument",
+    abi.ERR_CONTEXT: "context full",
+    abi.ERR_TIMEOUT: "timed out",
+    abi.ERR_MEMORY: "out of memory",
+    abi.ERR_DEVICE: "device error",
+}
+
+
+class Library:
+    """A shared library loaded from `data` through an anonymous sealed file: what was verified is what runs.
+
+    Raises UserError when this machine cannot load it or a function of the ABI is absent.
+    """
+
+    def __init__(self, data: bytes, where: str) -> None:
+        try:
+            fd = os.memfd_create("mkpack-kernel", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        except OSError as error:
+            raise InternalError(f"cannot make a memory file for {where}: {error.strerror}") from error
+        try:
+            with open(fd, "wb", closefd=False) as file:
+                file.write(data)
+            seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+            self._lib: ctypes.CDLL | None = ctypes.CDLL(_unique_path(fd), mode=os.RTLD_LOCAL | os.RTLD_NOW)
+        except OSError as error:
+            raise UserError(f"{where} cannot be loaded on this machine: {error}; build the artifact here") from error
+        finally:
+            os.close(fd)
+        try:
+            abi.bind(self._lib)
+        except AttributeError as error:
+            self.close()
+            raise UserError(f"{where} is no mkpack kernel: {error}; build the artifact again") from error
+
+    @property
+    def lib(self) -> ctypes.CDLL:
+        assert self._lib is not None
+        return self._lib
+
+    def describe(self) -> str:
+        return str((self.lib.mk_describe() or b"").decode("utf-8", "replace"))
+
+    def error(self, code: int, doing: str) -> Exception:
+        """The exception for a negative code, with this thread's mk_last_error() text."""
+        text = (self.lib.mk_last_error() or b"").decode("utf-8", "replace") or "no further text"
+        message = f"{doing} failed: {_CODES.get(code, f'code {code}')}: {text}"
+        return UserError(message) if code == abi.ERR_CONTEXT else InternalError(message)
+
+    def close(self) -> None:
+        if self._lib is not None:
+            dlclose(self._lib._handle)
+            self._lib = None
+
+
+def _unique_path(fd: int) -> str:
+    # dlopen returns a library it has under an equal name without looking at the file, and fd numbers repeat. "/" and
+    # "./" spell this load's number without changing what the path means.
+    number = "".join("./" if bit == "1" else "/" for bit in f"{next(_loads):b}")
+    return f"/proc/self/fd/{number}{fd}"
+
+
+class NativeModel:
+    """One mk_model. Not for several threads at once, except Run.stop(). close() is idempotent."""
+
+    def __init__(
+        self,
+        library: Library,
+        weights: Sequence[int],
+        weights_bytes: int,
+        *,
+        threads: int,
+        context: int,
+        wait_limit: float,
+    ) -> None:
+        """weights: address of each rank's blob, valid until close(). Owns `library` from here on, also on failure."""
+        self._library = library
+        self._handle: ctypes.c_void_p | None = None
+        self._run: Run | None = None
+        handle = ctypes.c_void_p()
+        options = abi.Options(
+            weights=(ctypes.c_void_p * len(weights))(*weights),
+            weights_bytes=weights_bytes,
+            num_ranks=len(weights),
+            threads=threads,
+            context=context,
+            wait_limit_s=wait_limit,
+        )
+        try:
+            code = library.lib.mk_create(ctypes.byref(options), ctypes.byref(handle))
+            if code != abi.OK:
+                raise library.error(code, "starting the kernel")
+        except BaseException:
+            library.close()
+            raise
+        self._handle = handle
+
+    def _ready(self) -> ctypes.c_void_p:
+        """The handle; UserError when the model is closed or a generation still runs."""
+        if self._handle is None:
+            raise UserError("the model is closed; load it again")
+        if self._run is not None and self._run.running:
+            raise UserError("the model is still generating; finish or close that generation first")
+        return self._handle
+
+    def _check(self, code: int, doing: str) -> None:
+        if code != abi.OK:
+            raise self._library.error(code, doing)
+
+    def length(self) -> int:
+        handle = self._ready()
+        return int(self._library.lib.mk_length(handle))
+
+    def truncate(self, length: int) -> None:
+        handle = self._ready()
+        self._check(self._library.lib.mk_truncate(handle, length), "truncating the cache")
+
+    def step(self, tokens: Sequence[int], logits: np.ndarray) -> None:
+        """Runs at most MAX_STEP_TOKENS tokens; logits: float32 [num_logits, vocab_size], contiguous, filled in."""
+        handle, ids = self._ready(), (ctypes.c_int32 * len(tokens))(*tokens)
+        target = logits.ctypes.data_as(ctypes.POINTER(ctypes.c_float)) if len(logits) else None
+        self._check(self._library.lib.mk_step(handle, ids, len(tokens), target, len(logits)), "a step")
+
+    def read_bandwidth(self) -> float:
+        handle, result = self._ready(), ctypes.c_double()
+        self._check(self._library.lib.mk_read_bandwidth(handle, ctypes.byref(result)), "measuring the bandwidth")
+        return result.value
+
+    def generate(self, prompt: Sequence[int], request: abi.Request) -> Run:
+        """Starts mk_generate on a thread of its own."""
+        self._run = Run(self._library, self._ready(), prompt, request)
+        return self._run
+
+    def close(self) -> None:
+        """Cancels what runs, then frees the model and unloads its library."""
+        if self._handle is None:
+            return
+        if self._run is not None:
+            self._run.stop()
+        handle, self._handle = self._handle, None
+        self._library.lib.mk_destroy(handle)
+        self._library.close()
+
+
+class Run:
+    """One mk_generate. Iterating gives each token as it is chosen, a stop token included."""
+
+    def __init__(self, library: Library, handle: ctypes.c_void_p, prompt: Sequence[int], request: abi.Request) -> None:
+        self.tokens: list[int] = []
+        self.result = abi.Result()
+        self.error: Exception | None = None
+        self._library = library
+        self._handle = handle
+        self._prompt = (ctypes.c_int32 * len(prompt))(*prompt)
+        self._request = request
+        self._queue: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._stopping = False
+        # A daemon, so that leaving the program cancels the generation instead of waiting for its end.
+        self._thread = threading.Thread(target=self._work, name="mkpack-generate", daemon=True)
+        self._thread.start()
+
+    def _work(self) -> None:
+        @abi.TokenCallback
+        def callback(_user: int | None, token: int) -> int:
+            self.tokens.append(token)
+            self._queue.put(token)
+            return int(self._stopping)
+
+        try:
+            code = self._library.lib.mk_generate(
+                self._handle, self._prompt, len(self._prompt), self._request, callback, None, self.result
+            )
+            if code != abi.OK:  # here, because mk_last_error() belongs to this thread
+                self.error = self._library.error(code, "generating")
+        finally:
+            self._queue.put(None)
+
+    @property
+    def running(self) -> bool:
+        return self._thread.is_alive()
+
+    def __iter__(self) -> Iterator[int]:
+        while (token := self._queue.get()) is not None:
+            yield token
+        self._thread.join()
+
+    def stop(self) -> None:
+        """Ends the run and waits until it has ended; nothing when it already has."""
+        self._stopping = True
+        while self._thread.is_alive():
+            # Again and again: a cancel that comes before mk_generate begins may be forgotten by it.
+            self._library.lib.mk_cancel(self._handle)
+            self._thread.join(0.02)
