@@ -81,7 +81,11 @@ class Artifact:
 
         `full` also compares the whole digest of entries that have chunk digests. `progress(done, total)` gets bytes.
         """
-        return self.verify_async(names, threads, progress, full).problems()
+        verification = self.verify_async(names, threads, progress, full)
+        try:
+            return verification.problems()
+        finally:
+            self._verifications.remove(verification)
 
     def verify_async(
         self,
