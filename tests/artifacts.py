@@ -5,8 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from mkpack import __version__
-from mkpack.artifact import write_artifact
+from mkpack.artifact import open_artifact, write_artifact
+from mkpack.digest import Digester
+from mkpack.errors import UserError
 from mkpack.manifest import Entry, Manifest
 
 FILES: dict[str, bytes] = {
@@ -98,3 +102,34 @@ def write(path: Path, files: dict[str, bytes] | None = None) -> Path:
     """Writes an artifact of `files` (FILES by default) to `path`."""
     write_artifact(path, list((FILES if files is None else files).items()), manifest)
     return path
+
+
+def digests(files: dict[str, bytes]) -> dict[str, Entry]:
+    """The entries of `files`."""
+    entries = {}
+    for name, data in files.items():
+        digester = Digester(len(data))
+        list(digester.through([data]))
+        entries[name] = digester.entry()
+    return entries
+
+
+def refused(path: Path, *texts: str) -> str:
+    """Text of the UserError that opening `path` raises; it must name the file and hold every one of `texts`."""
+    with pytest.raises(UserError) as e:
+        open_artifact(path)
+    for text in (path.name, *texts):
+        assert text in str(e.value)
+    return str(e.value)
+
+
+def damage(path: Path, name: str) -> None:
+    """Flips one bit in an entry of a file or folder."""
+    if path.is_dir():
+        data = bytearray((path / name).read_bytes())
+        data[3] ^= 1
+        (path / name).write_bytes(data)
+        return
+    data = bytearray(path.read_bytes())
+    data[data.index(FILES[name]) + 3] ^= 1
+    path.write_bytes(data)
