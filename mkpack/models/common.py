@@ -68,7 +68,7 @@ class Config:
         """The value under the first of several spellings of one key, None when absent or null."""
         given = {name: self.values[name] for name in names if self.values.get(name) is not None}
         values = list(given.values())
-        if any(value != values[0] for value in values):
+        if any(value != values[0] for value in values[1:]):
             found = ", ".join(f"{name} = {value!r}" for name, value in given.items())
             self.refuse(f"{' and '.join(given)} are two spellings of one key: expected equal values, found {found}")
         return values[0] if values else None
