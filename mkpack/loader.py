@@ -13,6 +13,7 @@ import hashlib
 import json
 import operator
 import os
+import sys
 import weakref
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from types import TracebackType
@@ -79,6 +80,7 @@ def _load(
         raise combine(f"cannot load {artifact.path}", found)
 
     weights = [entry.path for entry in manifest.weights]
+    addresses = [artifact.address(name) for name in weights]
     digests = _Digests(artifact, weights) if verify else None
     kernel = manifest.kernels[target]
     library = Library(content[kernel.path], f"{artifact.path}: {kernel.path}")
@@ -91,7 +93,7 @@ def _load(
     positions = context or limit
     native = NativeModel(
         library,
-        [artifact.address(name) for name in weights],
+        addresses,
         manifest.weights[0].nbytes,
         threads=threads or platform.cores(),
         context=positions,
@@ -104,6 +106,8 @@ def _load(
 
 def choose_target(manifest: Manifest) -> tuple[str | None, list[str]]:
     """The best of the artifact's kernels that this machine runs, or None and why there is none."""
+    if sys.platform != "linux":
+        return None, [f"kernels are for Linux, this is {sys.platform}; run the artifact on Linux"]
     levels = platform.cpu_levels()
     for level in levels:
         if level in manifest.kernels:

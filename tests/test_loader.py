@@ -95,6 +95,11 @@ def test_wrong_architecture_and_gpu_only(make, monkeypatch):
     assert f"the artifact has {TARGET}, all for other architectures than this aarch64" in message
 
 
+def test_another_system(make, monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert "kernels are for Linux, this is darwin" in must_not_load(make(HELLO), monkeypatch)
+
+
 def test_newer_format(make, monkeypatch, tmp_path):
     extract(make(HELLO), tmp_path / "folder")
     manifest = tmp_path / "folder/manifest.json"
