@@ -73,6 +73,11 @@ class Config:
             self.refuse(f"{' and '.join(given)} are two spellings of one key: expected equal values, found {found}")
         return values[0] if values else None
 
+    @staticmethod
+    def is_number(value: Any) -> bool:
+        """Whether this is a finite number of JSON, not a truth value."""
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
     def size(self, *names: str, default: int | None = None, most: int = 2**31 - 1) -> int:
         """A whole number from 1 to `most`; 1 when bad."""
         value = self.get(*names)
@@ -88,7 +93,7 @@ class Config:
         value = self.get(name)
         if value is None and default is not None:
             return default
-        if is_number(value) and value > 0:
+        if self.is_number(value) and value > 0:
             return float(value)
         self._bad_value(name, "a number above 0", value)
         return 1.0
@@ -114,11 +119,6 @@ class Config:
             self.refuse(f"{name} is missing; expected {expected}", name)
         else:
             self.refuse(f"{name}: expected {expected}, found {_json(value)}", name)
-
-
-def is_number(value: Any) -> bool:
-    """A finite number of JSON, not a truth value."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _json(value: Any) -> str:

@@ -105,8 +105,7 @@ def _checked(c: Config, kind: Any, p: dict[str, Any]) -> bool:
         else:
             # These three mean "not given" when they are 0.
             least = "at least 0" if key in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim") else "above 0"
-            number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-            if not number or value < 0 or (value == 0 and least == "above 0"):
+            if not c.is_number(value) or value < 0 or (value == 0 and least == "above 0"):
                 c.refuse(f"{key}: expected a number {least}, found {value!r}")
     if len(c.problems) > before:
         return False
