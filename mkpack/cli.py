@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from pathlib import Path
@@ -34,13 +35,17 @@ def main() -> None:
     """Entry point of the console script. Exit codes: 0 done, 1 mkpack's or the machine's fault, 2 the user's, 130
     stopped by Ctrl-C."""
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
+        if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a model may say what a terminal cannot show
     try:
         code = _run()
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader went away, which is its right; nothing more may be written, not even by Python's own shutdown.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 1
+    except OSError as error:
+        print(f"mkpack: error: cannot write to standard output: {error.strerror}", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
     sys.exit(code)

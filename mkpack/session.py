@@ -59,6 +59,8 @@ def find_prompt(prompt: str | None, prompt_file: str | None) -> str | None:
         except OSError as error:
             raise UserError(f"--prompt-file {prompt_file}: {error.strerror}") from error
         return _from_bytes(data, f"--prompt-file {prompt_file}")
+    if sys.stdin is None:  # closed by whoever started this process
+        raise UserError("no prompt: give --prompt or --prompt-file; standard input is closed")
     if prompt_file is None and sys.stdin.isatty():
         return None
     return _from_bytes(sys.stdin.buffer.read(), "standard input")

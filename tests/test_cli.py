@@ -358,6 +358,21 @@ def test_a_pipe_closed_before_the_last_flush_is_quiet() -> None:
     assert (running.returncode, err) == (1, b"")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_is_one_line() -> None:
+    with open("/dev/full", "w") as full:
+        running = process("--help", played=False, stdout=full, stderr=subprocess.PIPE)
+        _, err = running.communicate(timeout=20)
+    assert running.returncode == 1
+    assert err == b"mkpack: error: cannot write to standard output: No space left on device\n"
+
+
+def test_a_closed_standard_input_is_no_prompt() -> None:
+    command = process("run", "a.mkpack", stderr=subprocess.PIPE, preexec_fn=lambda: os.close(0))
+    _, err = command.communicate(timeout=20)
+    assert command.returncode == 2 and err.startswith(b"mkpack: error: no prompt: give --prompt")
+
+
 # -- a conversation on a terminal ------------------------------------------------------------------------------------
 
 
