@@ -318,6 +318,7 @@ BAD_FOR_BOTH = [
     ({"tie_word_embeddings": "no"}, ["tie_word_embeddings", "true or false"]),
     ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5"]),
     ({"rope_theta": 0.5}, ["rope_theta"]),
+    ({"rope_theta": 10**400}, ["rope_theta", "above 0"]),
     ({"rope_theta": "big"}, ["rope_theta", "big"]),
     ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["'dynamic'", "yarn"]),
     ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1], "long_factor": [1]}}, ["'longrope'"]),

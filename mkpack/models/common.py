@@ -6,7 +6,6 @@ what a model computes are read or refused by name; keys that do not (dropout, in
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from mkpack.errors import combine
@@ -75,8 +74,8 @@ class Config:
 
     @staticmethod
     def is_number(value: Any) -> bool:
-        """Whether this is a finite number of JSON, not a truth value."""
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        """Whether this is a number that float32 arithmetic can use: not a truth value, NaN, infinite or absurd."""
+        return isinstance(value, int | float) and not isinstance(value, bool) and -1e30 < value < 1e30
 
     def size(self, *names: str, default: int | None = None, most: int = 2**31 - 1) -> int:
         """A whole number from 1 to `most`; 1 when bad."""
