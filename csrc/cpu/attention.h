@@ -1,0 +1,151 @@
+// Grouped-query attention over the KV cache, split into (KV head, 256 positions) items that any thread may take.
+//
+// The item that covers a position also writes that position's key and value, so new tokens need no phase of their own.
+// Cuts are at fixed positions and items are combined in position order: results do not depend on threads or chunks.
+#pragma once
+#include "cpu/norm.h"
+
+namespace mk {
+
+// Channel c of head-local row `row` in qkv: rows of a rank's part are consecutive across its tiles.
+MK_INLINE float qkv_at(const State& s, int rank, int first_tile, int row, int t) {
+  const int64_t tile = int64_t{rank} * kQkvTiles + first_tile + row / 16;
+  return s.qkv[(tile * s.step.slots + t) * 16 + row % 16];
+}
+
+// One head's vector of token t: q/k norm and rotary applied, times `scale`; out has kDim values, padding zero.
+inline void head_vector(const State& s, int rank, int first_tile, int head, int t, const float* norm, bool rotate,
+                        float scale, float* out) {
+  float v[kDim] = {};
+  for (int c = 0; c < m::head_dim; c++) v[c] = qkv_at(s, rank, first_tile, head * m::head_dim + c, t);
+  if (norm) {
+    V sum = zero();
+    for (int b = 0; b < kDimBlocks; b++) sum = fma(load(v + b * 16), load(v + b * 16), sum);
+    const float r = 1.0f / std::sqrt(hsum(sum) / static_cast<float>(m::head_dim) + m::rms_norm_eps);
+    for (int c = 0; c < m::head_dim; c++) v[c] = v[c] * r * norm[c];
+  }
+  for (int c = 0; c < kDim; c++) out[c] = v[c] * scale;
+  if (!rotate) return;
+  constexpr int half = m::rotary_dim / 2;
+  const float* cosine = s.cosine.data() + t * half;
+  const float* sine = s.sine.data() + t * half;
+  for (int i = 0; i < half; i++) {
+    const float a = v[i], b = v[i + half];
+    out[i] = (a * cosine[i] - b * sine[i]) * scale;
+    out[i + half] = (b * cosine[i] + a * sine[i]) * scale;
+  }
+}
+
+// First position that a query at `position` sees.
+constexpr int first_visible(int position, int window) { return window > 0 ? std::max(0, position - window + 1) : 0; }
+
+// Scores, softmax numerators and their weighted sum of values for one query head over one chunk.
+// out: [kDim] sums, then the maximum and the sum of numerators.
+inline void attend_chunk(const float* keys, const float* values, const float* q, int from, int to, float* scores, float* out) {
+  const int first = from / 16, last = (to + 15) / 16;  // vectors of 16 positions
+  V highest = set1(-INFINITY);
+  for (int b = first; b < last; b++) {
+    V sum = zero();
+    const float* k = keys + int64_t{b} * kDim * 16;
+    for (int c = 0; c < m::head_dim; c++) sum = fma(load(k + c * 16), set1(q[c]), sum);
+    sum = keep_lanes(sum, std::max(from - b * 16, 0), std::min(to - b * 16, 16), -INFINITY);
+    store(scores + (b - first) * 16, sum);
+    highest = vmax(highest, sum);
+  }
+  const float top = hmax(highest);
+  V total = zero();
+  for (int b = first; b < last; b++) {
+    V e = vexp(load(scores + (b - first) * 16) - set1(top));
+    store(scores + (b - first) * 16, e);
+    total = total + e;
+  }
+  V sum[kDimBlocks];
+  for (auto& v : sum) v = zero();
+  for (int p = from; p < to; p++) {
+    const V w = set1(scores[p - first * 16]);
+    for (int d = 0; d < kDimBlocks; d++) sum[d] = fma(w, load(values + int64_t{p} * kDim + d * 16), sum[d]);
+  }
+  for (int d = 0; d < kDimBlocks; d++) store(out + d * 16, sum[d]);
+  out[kDim] = top;
+  out[kDim + 1] = hsum(total);
+}
+
+inline float* partial_of(State& s, int t, int head, int chunk) {
+  return s.partial.data() + ((int64_t{t} * kHeads + head) * s.chunks + chunk) * (kDim + 16);
+}
+
+// Brings a head's chunks together, in position order, and writes it where the output projection reads.
+inline void combine_chunks(State& s, int head, int t, int first, int last) {
+  float top = -INFINITY;
+  for (int c = first; c < last; c++) top = std::max(top, partial_of(s, t, head, c)[kDim]);
+  V sum[kDimBlocks];
+  for (auto& v : sum) v = zero();
+  float total = 0;
+  for (int c = first; c < last; c++) {
+    const float* p = partial_of(s, t, head, c);
+    alignas(64) float w[16];
+    store(w, vexp(set1(p[kDim] - top)));
+    total = std::fma(w[0], p[kDim + 1], total);
+    for (int d = 0; d < kDimBlocks; d++) sum[d] = fma(set1(w[0]), load(p + d * 16), sum[d]);
+  }
+  alignas(64) float out[kDim];
+  for (int d = 0; d < kDimBlocks; d++) store(out + d * 16, sum[d] / set1(total));
+  for (int c = 0; c < m::head_dim; c++) {
+    const int channel = head * m::head_dim + c;
+    s.attention[(channel / 16 * s.step.slots + t) * 16 + channel % 16] = out[c];
+  }
+}
+
+inline void attention_item(State& s, int layer, int kv_head, int chunk, Local& local) {
+  const m::Layer& l = m::layers[layer];
+  const Step& step = s.step;
+  const int rank = kv_head / m::kv_heads, local_kv = kv_head % m::kv_heads;
+  const int begin = chunk * kChunk, end = std::min(begin + kChunk, step.start + step.count);
+  float* keys = s.key_cache(layer, kv_head);
+  float* values = s.value_cache(layer, kv_head);
+  const float* q_norm = m::qk_norm ? s.at<float>(0, l.q_norm) : nullptr;
+  const float* k_norm = m::qk_norm ? s.at<float>(0, l.k_norm) : nullptr;
+  alignas(64) float key[kDim];
+  for (int p = std::max(begin, step.start); p < end; p++) {
+    const int t = p - step.start;
+    head_vector(s, rank, m::q_tiles, local_kv, t, k_norm, true, 1.0f, key);
+    for (int c = 0; c < m::head_dim; c++) {
+      keys[(int64_t{p / 16} * kDim + c) * 16 + p % 16] = key[c];
+      values[int64_t{p} * kDim + c] = qkv_at(s, rank, m::q_tiles + m::kv_tiles, local_kv * m::head_dim + c, t);
+    }
+  }
+  for (int t = 0; t < step.count; t++) {
+    const int position = step.start + t;
+    const int from = std::max(begin, first_visible(position, l.sliding_window)), to = std::min(end, position + 1);
+    for (int g = 0; g < kGroupHeads && from < to; g++) {
+      const int q_head = local_kv * kGroupHeads + g;
+      float* q = local.q.data();
+      head_vector(s, rank, 0, q_head, t, q_norm, true, m::attention_scale, q);
+      attend_chunk(keys, values, q, from, to, local.scores.data(), partial_of(s, t, rank * m::q_heads + q_head, chunk));
+    }
+  }
+}
+
+inline void attention_phase(State& s, int layer, int tid) {
+  const Step& step = s.step;
+  const int window = m::layers[layer].sliding_window;
+  const int first = first_visible(step.start, window) / kChunk;
+  const int last = static_cast<int>(ceil_div(step.start + step.count, kChunk));
+  const auto [lo, hi] = share(int64_t{kKvHeads} * (last - first), tid, s.team.size());
+  for (int64_t i = lo; i < hi; i++) {
+    const int kv_head = static_cast<int>(i / (last - first)), chunk = first + static_cast<int>(i % (last - first));
+    attention_item(s, layer, kv_head, chunk, s.locals[tid]);
+    // Whoever finishes a KV head's last item combines its heads.
+    auto& done = s.heads_done[kv_head].done;
+    if (done.fetch_add(1, std::memory_order_acq_rel) != last - first - 1) continue;
+    done.store(0, std::memory_order_relaxed);
+    const int rank = kv_head / m::kv_heads, q0 = rank * m::q_heads + kv_head % m::kv_heads * kGroupHeads;
+    for (int t = 0; t < step.count; t++) {
+      const int position = step.start + t;
+      for (int g = 0; g < kGroupHeads; g++)
+        combine_chunks(s, q0 + g, t, first_visible(position, window) / kChunk, position / kChunk + 1);
+    }
+  }
+}
+
+}  // namespace mk

@@ -1,0 +1,57 @@
+// The last norm, the vocabulary projection and the greedy choice.
+#pragma once
+#include "cpu/project.h"
+
+namespace mk {
+
+// logits[i][vocab] of the last step.logits tokens, and each thread's best token per row (ties to the lowest id).
+inline void head_phase(State& s, int tid) {
+  const Step& step = s.step;
+  Local& local = s.locals[tid];
+  const int n = round_tokens(step.logits), skip = step.count - step.logits;
+  for (int b = 0; b < kHiddenBlocks; b++)
+    for (int j = 0; j < n; j++) {
+      const int t = std::min(skip + j, step.count - 1);
+      store(local.gathered.data() + (b * n + j) * 16, load(s.x.data() + (b * step.slots + t) * 16));
+    }
+  rms_norm(local.gathered.data(), s.at<float>(0, m::final_norm), kHiddenBlocks, m::hidden_size, n, local.normed.data());
+  alignas(64) float out[kMaxSlots * 16];
+  for (int j = 0; j < step.logits; j++) {
+    local.best_value[j] = -INFINITY;
+    local.best_token[j] = m::vocab_size;
+  }
+  for_split_tiles(m::vocab_tiles, kVocabTiles, tid, s.team.size(), [&](int rank, int tile, int block) {
+    // A tied head is a run of the embedding's tiles, which every rank holds whole.
+    const int64_t at = m::head_in_embedding ? block : tile;
+    constexpr int64_t size = tile_bytes(m::fmt_head, kHiddenBlocks);
+    tile_dot<m::fmt_head>(n, s.at<uint8_t>(rank, m::lm_head) + at * size, kHiddenBlocks, local.normed.data(), out);
+    const V scale = tile_scale<m::fmt_head>(s.at<float>(rank, m::lm_head_scale), at);
+    const int rows = std::min(m::vocab_size - block * 16, 16);
+    for (int j = 0; j < step.logits; j++) {
+      const V v = load(out + j * 16) * scale;
+      float* row = s.logits.data() + int64_t{j} * kVocabTiles * 16 + block * 16;
+      store(row, v);
+      if (hmax(keep_lanes(v, 0, rows, -INFINITY)) <= local.best_value[j]) continue;
+      for (int r = 0; r < rows; r++)
+        if (row[r] > local.best_value[j]) {
+          local.best_value[j] = row[r];
+          local.best_token[j] = block * 16 + r;
+        }
+    }
+  });
+}
+
+// Threads hold ascending vocabulary ranges, so the first of equal values is the lowest id.
+inline int greedy_token(const State& s) {
+  const int row = s.step.logits - 1;
+  int best = 0;
+  float value = -INFINITY;
+  for (const Local& l : s.locals)
+    if (l.best_value[row] > value) {
+      value = l.best_value[row];
+      best = l.best_token[row];
+    }
+  return best;
+}
+
+}  // namespace mk

@@ -1,0 +1,167 @@
+// The feed-forward phases: router, gate/up with SwiGLU, and down. A dense layer is one expert that every token chose.
+#pragma once
+#include "cpu/project.h"
+
+namespace mk {
+
+// Leaves norm(x) in this thread's scratch, for the router and for gate/up.
+inline void mlp_norm(State& s, int layer, int tid) {
+  rms_norm(s.x.data(), s.at<float>(0, m::layers[layer].mlp_norm), kHiddenBlocks, m::hidden_size, s.step.slots,
+           s.locals[tid].normed.data());
+}
+
+// router[tile][slot][16] = logits of 16 experts
+inline void router_phase(State& s, int layer, int tid) {
+  const int slots = s.step.slots;
+  const auto [lo, hi] = share(ceil_div(kExperts, 16), tid, s.team.size());
+  for (int64_t tile = lo; tile < hi; tile++) {
+    constexpr int64_t size = tile_bytes(m::fmt_router, kHiddenBlocks);
+    const uint8_t* w = s.at<uint8_t>(0, m::layers[layer].router) + tile * size;
+    tile_dot<m::fmt_router>(slots, w, kHiddenBlocks, s.locals[tid].normed.data(), s.router.data() + tile * slots * 16);
+  }
+}
+
+// The top_k experts of a token and their weights: softmax over all experts, ties to the lowest index.
+inline void choose_experts(const State& s, int t, int* experts, float* weights) {
+  alignas(64) float logit[align_up(kExperts, 16)], p[align_up(kExperts, 16)];
+  constexpr int tiles = static_cast<int>(ceil_div(kExperts, 16));
+  V highest = set1(-INFINITY);
+  for (int b = 0; b < tiles; b++) {
+    V v = keep_lanes(load(s.router.data() + (b * s.step.slots + t) * 16), 0, std::min(kExperts - b * 16, 16), -INFINITY);
+    store(logit + b * 16, v);
+    highest = vmax(highest, v);
+  }
+  const V top = set1(hmax(highest));
+  V sum = zero();
+  for (int b = 0; b < tiles; b++) {
+    V e = vexp(load(logit + b * 16) - top);
+    store(p + b * 16, e);
+    sum = sum + e;
+  }
+  const float total = hsum(sum);
+  float chosen = 0;
+  for (int k = 0; k < m::top_k; k++) {
+    int best = -1;
+    for (int e = 0; e < kExperts; e++)
+      if (logit[e] > -INFINITY && (best < 0 || logit[e] > logit[best])) best = e;
+    // Non-finite logits leave nothing to choose: fall back to distinct experts rather than read outside.
+    if (best < 0) best = k;
+    experts[k] = best;
+    weights[k] = p[best] / total;
+    chosen += weights[k];
+    logit[best] = -INFINITY;
+  }
+  if (m::norm_topk_prob)
+    for (int k = 0; k < m::top_k; k++) weights[k] /= chosen;
+}
+
+// Every thread makes the same list of active experts, ascending, each with its tokens, ascending.
+inline void route(const State& s, Local& local) {
+  int experts[kMaxTokens][std::max(m::top_k, 1)];
+  float weights[kMaxTokens][std::max(m::top_k, 1)];
+  int slot_of[kExperts];
+  std::fill(slot_of, slot_of + kExperts, -1);
+  for (int t = 0; t < s.step.count; t++) {
+    choose_experts(s, t, experts[t], weights[t]);
+    for (int k = 0; k < m::top_k; k++) slot_of[experts[t][k]] = 0;
+  }
+  local.active.clear();
+  for (int e = 0; e < kExperts; e++) {
+    if (slot_of[e] < 0) continue;
+    slot_of[e] = static_cast<int>(local.active.size());
+    local.active.push_back(Active{e, 0, {}, {}});
+  }
+  for (int t = 0; t < s.step.count; t++)
+    for (int k = 0; k < m::top_k; k++) {
+      Active& a = local.active[static_cast<size_t>(slot_of[experts[t][k]])];
+      a.token[a.count] = t;
+      a.weight[a.count++] = weights[t][k];
+    }
+}
+
+inline void route_dense(const State& s, Local& local) {
+  local.active.assign(1, Active{0, s.step.count, {}, {}});
+  for (int t = 0; t < s.step.count; t++) {
+    local.active[0].token[t] = t;
+    local.active[0].weight[t] = 1.0f;
+  }
+}
+
+MK_INLINE V silu(V g) { return g / (set1(1.0f) + vexp(zero() - g)); }
+
+// inner[active expert][block][its tokens][16] = silu(gate) * up. The 16 rows of a tile are the block of 16 columns that
+// the down projection reads.
+template <Fmt F, int Size, int RankTiles>
+inline void gate_up_phase(State& s, int layer, int tid) {
+  const m::Layer& l = m::layers[layer];
+  Local& local = s.locals[tid];
+  const int slots = s.step.slots;
+  constexpr int tiles = static_cast<int>(ceil_div(Size, 16));
+  constexpr int64_t size = tile_bytes(F, kHiddenBlocks);
+  alignas(64) float gate[kMaxSlots * 16], up[kMaxSlots * 16];
+  const auto [lo, hi] = share(static_cast<int64_t>(local.active.size()) * tiles, tid, s.team.size());
+  int gathered_for = -1;
+  for (int64_t i = lo; i < hi; i++) {
+    const int which = static_cast<int>(i / tiles), block = static_cast<int>(i % tiles);
+    const Active& a = local.active[static_cast<size_t>(which)];
+    const int n = round_tokens(a.count);
+    const float* x = local.normed.data();
+    if (a.count != s.step.count) {
+      x = local.gathered.data();
+      if (gathered_for != which) {
+        gathered_for = which;
+        for (int b = 0; b < kHiddenBlocks; b++)
+          for (int j = 0; j < a.count; j++)
+            store(local.gathered.data() + (b * n + j) * 16, load(local.normed.data() + (b * slots + a.token[j]) * 16));
+      }
+    }
+    const int rank = block / RankTiles;
+    const int64_t pair = 2 * (int64_t{a.expert} * RankTiles + block % RankTiles);
+    const uint8_t* w = s.at<uint8_t>(rank, l.gate_up) + pair * size;
+    tile_dot<F>(n, w, kHiddenBlocks, x, gate);
+    tile_dot<F>(n, w + size, kHiddenBlocks, x, up);
+    const float* scales = s.at<float>(rank, l.gate_up_scale);
+    const V gate_scale = tile_scale<F>(scales, pair), up_scale = tile_scale<F>(scales, pair + 1);
+    float* out = s.inner.data() + (int64_t{which} * kInnerBlocks * kMaxSlots + block * n) * 16;
+    for (int t = 0; t < n; t++)
+      store(out + t * 16, silu(load(gate + t * 16) * gate_scale) * (load(up + t * 16) * up_scale));
+  }
+}
+
+// x += sum over active experts, in ascending order, of weight * (W_down * inner). Expert by expert, so that each thread
+// reads one contiguous run of every expert.
+template <Fmt F, int Size>
+inline void down_phase(State& s, int layer, int tid) {
+  const m::Layer& l = m::layers[layer];
+  Local& local = s.locals[tid];
+  const int slots = s.step.slots;
+  constexpr int blocks = static_cast<int>(ceil_div(Size, 16));
+  constexpr int64_t size = tile_bytes(F, blocks);
+  alignas(64) float out[kMaxSlots * 16];
+  const int first = static_cast<int>(share(kHiddenBlocks, tid, s.team.size()).first);
+  for_split_tiles(m::hidden_tiles, kHiddenBlocks, tid, s.team.size(), [&](int, int, int block) {
+    for (int t = 0; t < slots; t++) store(local.down.data() + ((block - first) * slots + t) * 16, zero());
+  });
+  for (size_t which = 0; which < local.active.size(); which++) {
+    const Active& a = local.active[which];
+    const int n = round_tokens(a.count);
+    const float* inner = s.inner.data() + static_cast<int64_t>(which) * kInnerBlocks * kMaxSlots * 16;
+    for_split_tiles(m::hidden_tiles, kHiddenBlocks, tid, s.team.size(), [&](int rank, int tile, int block) {
+      const int64_t at = int64_t{a.expert} * m::hidden_tiles + tile;
+      tile_dot<F>(n, s.at<uint8_t>(rank, l.down) + at * size, blocks, inner, out);
+      const V scale = tile_scale<F>(s.at<float>(rank, l.down_scale), at);
+      for (int j = 0; j < a.count; j++) {
+        float* y = local.down.data() + ((block - first) * slots + a.token[j]) * 16;
+        store(y, fma(load(out + j * 16) * scale, set1(a.weight[j]), load(y)));
+      }
+    });
+  }
+  for_split_tiles(m::hidden_tiles, kHiddenBlocks, tid, s.team.size(), [&](int, int, int block) {
+    for (int t = 0; t < slots; t++) {
+      float* x = s.x.data() + (block * slots + t) * 16;
+      store(x, load(x) + load(local.down.data() + ((block - first) * slots + t) * 16));
+    }
+  });
+}
+
+}  // namespace mk

@@ -1,0 +1,265 @@
+// The CPU megakernel: one step is every phase of every layer, run by threads that meet only at barriers. And the C ABI.
+#include "abi.h"
+#include "cpu/attention.h"
+#include "cpu/head.h"
+#include "cpu/mlp.h"
+#include "cpu/sample.h"
+
+namespace mk {
+
+static_assert(m::tokens_per_step >= 1 && m::tokens_per_step <= MK_MAX_STEP_TOKENS);
+
+// Every thread's part of one step. False: a barrier gave up.
+inline bool forward(State& s, int tid) {
+  Local& local = s.locals[static_cast<size_t>(tid)];
+  const auto done = [&](const char* phase, int layer) { return s.team.barrier(tid, phase, layer); };
+  for (int i = 0; i < m::num_layers; i++) {
+    qkv_phase(s, i, tid);
+    if (!done("qkv", i)) return false;
+    attention_phase(s, i, tid);
+    if (!done("attention", i)) return false;
+    output_phase(s, i, tid);
+    if (!done("output", i)) return false;
+    mlp_norm(s, i, tid);
+    if (m::layers[i].moe) {
+      if constexpr (m::num_experts > 0) {
+        router_phase(s, i, tid);
+        if (!done("router", i)) return false;
+        route(s, local);
+        gate_up_phase<m::fmt_experts, m::moe_intermediate_size, m::moe_inner_tiles>(s, i, tid);
+        if (!done("gate_up", i)) return false;
+        down_phase<m::fmt_experts, m::moe_intermediate_size>(s, i, tid);
+      }
+    } else {
+      if constexpr (m::dense_intermediate_size > 0) {
+        route_dense(s, local);
+        gate_up_phase<m::fmt_dense, m::dense_intermediate_size, m::dense_inner_tiles>(s, i, tid);
+        if (!done("gate_up", i)) return false;
+        down_phase<m::fmt_dense, m::dense_intermediate_size>(s, i, tid);
+      }
+    }
+    if (!done("down", i)) return false;
+  }
+  if (s.step.logits == 0) return true;
+  head_phase(s, tid);
+  return done("head", -1);
+}
+
+}  // namespace mk
+
+using namespace mk;
+
+struct mk_model {
+  State state;
+  Sampler sampler;
+  std::atomic<bool> cancelled{false};
+
+  mk_model(const mk_options& o, int threads, int context) : state(o.weights, threads, context, o.wait_limit_s) {}
+
+  void set_step(const int32_t* tokens, int count, int logits) {
+    Step& step = state.step;
+    step.count = count;
+    step.slots = round_tokens(count);
+    step.start = state.length;
+    step.logits = logits;
+    std::copy(tokens, tokens + count, step.tokens);
+    begin_step(state);
+    state.length += count;
+  }
+};
+
+namespace {
+
+thread_local std::string last_error;
+
+int32_t fail(int32_t code, std::string text) {
+  last_error = std::move(text);
+  return code;
+}
+
+int32_t check_tokens(const mk_model* model, const int32_t* tokens, int32_t count) {
+  for (int32_t i = 0; i < count; i++)
+    if (tokens[i] < 0 || tokens[i] >= m::vocab_size)
+      return fail(MK_ERR_ARGUMENT, "token " + std::to_string(tokens[i]) + " at " + std::to_string(i) +
+                                       " is outside the vocabulary of " + std::to_string(m::vocab_size));
+  if (count > model->state.context - model->state.length)
+    return fail(MK_ERR_CONTEXT, std::to_string(count) + " tokens do not fit: " + std::to_string(model->state.length) +
+                                    " of " + std::to_string(model->state.context) + " positions are taken");
+  return MK_OK;
+}
+
+// Routing and down-projection scratch must never grow during a step.
+void reserve(State& s) {
+  for (auto& l : s.locals) l.active.reserve(static_cast<size_t>(std::max(kMaxActive, 1)));
+}
+
+bool wants_logits(const mk_request& r) { return r.temperature != 0.0f || r.repetition_penalty != 1.0f; }
+
+int choose(mk_model* model, const mk_request& r) {
+  State& s = model->state;
+  if (!wants_logits(r)) return greedy_token(s);
+  float* row = s.logits.data() + int64_t{s.step.logits - 1} * kVocabTiles * 16;
+  return model->sampler.pick(row, s.history.data(), s.length, r, s.length);
+}
+
+bool is_stop(const mk_request& r, int token) {
+  return std::find(r.stop_tokens, r.stop_tokens + r.num_stop_tokens, token) != r.stop_tokens + r.num_stop_tokens;
+}
+
+}  // namespace
+
+extern "C" {
+
+__attribute__((visibility("default"))) const char* mk_describe(void) { return m::description; }
+
+__attribute__((visibility("default"))) const char* mk_last_error(void) { return last_error.c_str(); }
+
+__attribute__((visibility("default"))) int32_t mk_create(const mk_options* o, mk_model** out) {
+  if (o->num_ranks != m::ranks)
+    return fail(MK_ERR_ARGUMENT, "compiled for " + std::to_string(m::ranks) + " ranks, given " + std::to_string(o->num_ranks));
+  if (o->weights_bytes != m::blob_bytes)
+    return fail(MK_ERR_ARGUMENT, "a rank's weights must be " + std::to_string(m::blob_bytes) + " bytes, given " +
+                                     std::to_string(o->weights_bytes));
+  for (int r = 0; r < m::ranks; r++)
+    if (reinterpret_cast<uintptr_t>(o->weights[r]) % 64)
+      return fail(MK_ERR_ARGUMENT, "the weights of rank " + std::to_string(r) + " are not aligned to 64 bytes");
+  if (o->context < 0 || o->context > m::context)
+    return fail(MK_ERR_ARGUMENT, "context must be at most " + std::to_string(m::context) + ", given " + std::to_string(o->context));
+  if (!(o->wait_limit_s > 0)) return fail(MK_ERR_ARGUMENT, "wait_limit_s must be above 0");
+  int threads = o->threads;
+  if (threads <= 0) {
+    cpu_set_t set;
+    threads = sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
+  }
+  if (threads > 1024) return fail(MK_ERR_ARGUMENT, "more than 1024 threads");
+  try {
+    auto model = std::make_unique<mk_model>(*o, threads, o->context ? o->context : m::context);
+    reserve(model->state);
+    *out = model.release();
+    return MK_OK;
+  } catch (const std::exception& e) {
+    return fail(MK_ERR_MEMORY, std::string("cannot allocate the KV cache and buffers: ") + e.what());
+  }
+}
+
+__attribute__((visibility("default"))) void mk_destroy(mk_model* model) { delete model; }
+
+__attribute__((visibility("default"))) int32_t mk_length(const mk_model* model) { return model->state.length; }
+
+__attribute__((visibility("default"))) int32_t mk_truncate(mk_model* model, int32_t length) {
+  if (length < 0 || length > model->state.length)
+    return fail(MK_ERR_ARGUMENT, "cannot truncate " + std::to_string(model->state.length) + " positions to " + std::to_string(length));
+  model->state.length = length;
+  return MK_OK;
+}
+
+__attribute__((visibility("default"))) int32_t mk_step(mk_model* model, const int32_t* tokens, int32_t count, float* logits,
+                                                       int32_t num_logits) {
+  State& s = model->state;
+  if (count < 1 || count > kMaxTokens)
+    return fail(MK_ERR_ARGUMENT, "a step takes 1 to " + std::to_string(kMaxTokens) + " tokens, given " + std::to_string(count));
+  if (num_logits < 0 || num_logits > count) return fail(MK_ERR_ARGUMENT, "num_logits must be 0 to the number of tokens");
+  if (s.team.failed()) return fail(MK_ERR_TIMEOUT, s.team.failure());
+  if (int32_t code = check_tokens(model, tokens, count)) return code;
+  model->set_step(tokens, count, logits ? num_logits : 0);
+  s.team.run([&](int tid) { forward(s, tid); });
+  if (s.team.failed()) return fail(MK_ERR_TIMEOUT, s.team.failure());
+  for (int i = 0; logits && i < num_logits; i++)
+    std::copy_n(s.logits.data() + int64_t{i} * kVocabTiles * 16, m::vocab_size, logits + int64_t{i} * m::vocab_size);
+  return MK_OK;
+}
+
+__attribute__((visibility("default"))) int32_t mk_generate(mk_model* model, const int32_t* prompt, int32_t num_prompt,
+                                                           const mk_request* request, mk_token_callback callback,
+                                                           void* user, mk_result* result) {
+  using clock = std::chrono::steady_clock;
+  State& s = model->state;
+  const mk_request& r = *request;
+  if (num_prompt < 1) return fail(MK_ERR_ARGUMENT, "the prompt is empty");
+  if (r.max_new_tokens < 1) return fail(MK_ERR_ARGUMENT, "max_new_tokens must be at least 1");
+  if (!(r.temperature >= 0) || !(r.top_p > 0) || !(r.min_p >= 0 && r.min_p <= 1) || !(r.repetition_penalty > 0))
+    return fail(MK_ERR_ARGUMENT, "sampling values out of range");
+  if (s.team.failed()) return fail(MK_ERR_TIMEOUT, s.team.failure());
+  if (int32_t code = check_tokens(model, prompt, num_prompt)) return code;
+  model->cancelled.store(false);
+  *result = {};
+  result->num_prompt_tokens = num_prompt;
+  const auto start = clock::now();
+  auto first = start;
+  bool more = true;
+  int prompt_at = 0;
+
+  // Thread 0, between steps: chooses a token, reports it, and sets up the next step or ends the job.
+  const auto next = [&] {
+    if (prompt_at == num_prompt) {
+      const int32_t token = choose(model, r);
+      if (result->num_new_tokens++ == 0) first = clock::now();
+      const bool cancel = callback && callback(user, token) != 0;
+      more = false;
+      if (is_stop(r, token)) result->stop_reason = MK_STOP_TOKEN;
+      else if (cancel || model->cancelled.load()) result->stop_reason = MK_STOP_CANCELLED;
+      else if (result->num_new_tokens >= r.max_new_tokens) result->stop_reason = MK_STOP_LENGTH;
+      else if (s.length >= s.context) result->stop_reason = MK_STOP_CONTEXT;
+      else more = true;
+      if (more) model->set_step(&token, 1, 1);
+      return;
+    }
+    if (model->cancelled.load()) {
+      result->stop_reason = MK_STOP_CANCELLED;
+      more = false;
+      return;
+    }
+    const int n = std::min(kMaxTokens, num_prompt - prompt_at);
+    model->set_step(prompt + prompt_at, n, prompt_at + n == num_prompt ? 1 : 0);
+    prompt_at += n;
+  };
+  s.team.run([&](int tid) {
+    for (;;) {
+      if (tid == 0) next();
+      if (!s.team.barrier(tid, "begin", -1, tid == 0) || !more) return;
+      if (!forward(s, tid)) return;
+    }
+  });
+  if (s.team.failed()) return fail(MK_ERR_TIMEOUT, s.team.failure());
+  if (result->num_new_tokens == 0) first = clock::now();
+  result->prefill_s = std::chrono::duration<double>(first - start).count();
+  result->decode_s = std::chrono::duration<double>(clock::now() - first).count();
+  return MK_OK;
+}
+
+__attribute__((visibility("default"))) void mk_cancel(mk_model* model) { model->cancelled.store(true); }
+
+__attribute__((visibility("default"))) int32_t mk_read_bandwidth(mk_model* model, double* bytes_per_second) {
+  State& s = model->state;
+  std::vector<float> sums(static_cast<size_t>(s.team.size()));
+  double best = 0;
+  for (int pass = 0; pass < 4; pass++) {  // the first one warms the page tables
+    const auto start = std::chrono::steady_clock::now();
+    s.team.run([&](int tid) {
+      W a = wbroadcast(0), b = a, c = a, d = a;
+      for (int r = 0; r < m::ranks; r++) {
+        const auto [lo, hi] = share(m::blob_bytes / 256, tid, s.team.size());
+        const float* p = s.at<float>(r, 0);
+        for (int64_t i = lo * 64; i < hi * 64; i += 4 * kLanes) {
+          _mm_prefetch(reinterpret_cast<const char*>(p + i) + 4096, _MM_HINT_T0);
+          a = wadd(a, wload(p + i));
+          b = wadd(b, wload(p + i + kLanes));
+          c = wadd(c, wload(p + i + 2 * kLanes));
+          d = wadd(d, wload(p + i + 3 * kLanes));
+        }
+      }
+      float out[kLanes];
+      wstore(out, wadd(wadd(a, b), wadd(c, d)));
+      sums[static_cast<size_t>(tid)] = out[0];
+    });
+    const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    if (pass > 0) best = std::max(best, static_cast<double>(m::blob_bytes) * m::ranks / seconds);
+  }
+  // The sums must be used, or the loads would be removed.
+  volatile float sink = 0;
+  for (float v : sums) sink = sink + v;
+  *bytes_per_second = best;
+  return MK_OK;
+}
+
+}  // extern "C"

@@ -1,0 +1,150 @@
+// What one model holds while it runs: weights, KV cache, and every buffer a step needs, allocated once.
+//
+// Activations are [block][ld][16]: block is 16 consecutive channels, ld the token slots of this step. A tile's 16 output
+// rows are one block, so what one product writes the next one reads in place.
+#pragma once
+#include <sys/mman.h>
+
+#include <cmath>
+#include <memory>
+#include <new>
+#include <utility>
+#include <vector>
+
+#include "common/format.h"
+#include "cpu/simd.h"
+#include "cpu/team.h"
+#include "cpu/tile.h"
+#include "model.h"
+
+namespace mk {
+
+namespace m = model;
+
+// Zeroed memory straight from the system, so that an unused context costs nothing until it is written.
+template <class T>
+class Buffer {
+ public:
+  Buffer() = default;
+  explicit Buffer(int64_t n) : bytes_(static_cast<size_t>(std::max<int64_t>(n, 1)) * sizeof(T)) {
+    void* p = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (p == MAP_FAILED) throw std::bad_alloc();
+    madvise(p, bytes_, MADV_HUGEPAGE);
+    data_ = static_cast<T*>(p);
+  }
+  Buffer(Buffer&& o) noexcept : data_(std::exchange(o.data_, nullptr)), bytes_(o.bytes_) {}
+  Buffer& operator=(Buffer&& o) noexcept {
+    std::swap(data_, o.data_);
+    std::swap(bytes_, o.bytes_);
+    return *this;
+  }
+  ~Buffer() {
+    if (data_) munmap(data_, bytes_);
+  }
+  T* data() const { return data_; }
+  T& operator[](int64_t i) const { return data_[i]; }
+
+ private:
+  T* data_ = nullptr;
+  size_t bytes_ = 0;
+};
+
+constexpr int kHiddenBlocks = static_cast<int>(ceil_div(m::hidden_size, 16));
+constexpr int kQBlocks = static_cast<int>(ceil_div(m::q_heads * m::ranks * m::head_dim, 16));
+constexpr int kInner = std::max(m::moe_intermediate_size, m::dense_intermediate_size);
+constexpr int kInnerBlocks = static_cast<int>(ceil_div(kInner, 16));
+constexpr int kQkvTiles = m::q_tiles + 2 * m::kv_tiles;
+constexpr int kExperts = std::max(m::num_experts, 1);
+constexpr int kMaxTokens = m::tokens_per_step;
+constexpr int kMaxSlots = round_tokens(kMaxTokens);
+constexpr int kMaxActive = std::min(kExperts, kMaxTokens * std::max(m::top_k, 1));
+constexpr int kChunk = 256;  // positions of one attention work item
+constexpr int kMaxChunks = static_cast<int>(ceil_div(m::context, kChunk));
+constexpr int kHeads = m::ranks * m::q_heads;
+constexpr int kKvHeads = m::ranks * m::kv_heads;
+constexpr int kGroupHeads = m::q_heads / m::kv_heads;
+constexpr int kDimBlocks = static_cast<int>(ceil_div(m::head_dim, 16));
+constexpr int kDim = kDimBlocks * 16;  // head_dim padded to whole vectors
+constexpr int kVocabTiles = static_cast<int>(ceil_div(m::vocab_size, 16));
+
+// The tokens that chose one expert: token indices and their routing weights, in token order.
+struct Active {
+  int expert;
+  int count;
+  int token[kMaxTokens];
+  float weight[kMaxTokens];
+};
+
+// A thread's own scratch.
+struct Local {
+  Buffer<float> normed{kHiddenBlocks * kMaxSlots * 16};
+  Buffer<float> gathered{kHiddenBlocks * kMaxSlots * 16};
+  Buffer<float> down;  // [tiles of this thread][slots][16]
+  Buffer<float> q{kMaxTokens * kGroupHeads * kDim};
+  Buffer<float> scores{kChunk};
+  std::vector<Active> active;
+  alignas(64) float best_value[kMaxTokens];
+  int best_token[kMaxTokens];
+};
+
+// One step: `count` tokens at positions start, start + 1, ...
+struct Step {
+  int count = 0;
+  int slots = 0;  // round_tokens(count)
+  int start = 0;
+  int logits = 0;  // of the last this many tokens
+  int32_t tokens[kMaxTokens];
+};
+
+struct State {
+  State(const void* const* blobs, int threads, int context_limit, double wait_limit_s)
+      : context(context_limit), team(threads, wait_limit_s) {
+    for (int r = 0; r < m::ranks; r++) weights[r] = static_cast<const uint8_t*>(blobs[r]);
+    const int64_t positions = align_up(context, 16);
+    // Keys lie 16 positions to a vector, so that scores need no sum across lanes; values lie 16 channels to a vector.
+    keys = Buffer<float>(int64_t{m::num_layers} * kKvHeads * positions * kDim);
+    values = Buffer<float>(int64_t{m::num_layers} * kKvHeads * positions * kDim);
+    history = Buffer<int32_t>(context);
+    chunks = static_cast<int>(ceil_div(context, kChunk));
+    partial = Buffer<float>(int64_t{kMaxTokens} * kHeads * chunks * (kDim + 16));
+    locals = std::vector<Local>(static_cast<size_t>(threads));
+    const int64_t most = ceil_div(kHiddenBlocks, threads) + 1;
+    for (auto& l : locals) l.down = Buffer<float>(most * kMaxSlots * 16);
+  }
+
+  // A layer's cache of one KV head.
+  float* key_cache(int layer, int kv_head) { return keys.data() + cache_offset(layer, kv_head); }
+  float* value_cache(int layer, int kv_head) { return values.data() + cache_offset(layer, kv_head); }
+  int64_t cache_offset(int layer, int kv_head) const {
+    return (int64_t{layer} * kKvHeads + kv_head) * align_up(context, 16) * kDim;
+  }
+  template <class T>
+  const T* at(int rank, uint64_t offset) const {
+    return reinterpret_cast<const T*>(weights[rank] + offset);
+  }
+
+  const int context;
+  int length = 0;
+  const uint8_t* weights[m::ranks];
+  Team team;
+  std::vector<Local> locals;
+  Step step;
+  int chunks = 0;
+
+  Buffer<float> keys, values, partial;
+  Buffer<int32_t> history;
+  Buffer<float> x{kHiddenBlocks * kMaxSlots * 16};
+  Buffer<float> qkv{int64_t{m::ranks} * kQkvTiles * kMaxSlots * 16};
+  Buffer<float> attention{kQBlocks * kMaxSlots * 16};
+  Buffer<float> router{ceil_div(kExperts, 16) * kMaxSlots * 16};
+  Buffer<float> inner{int64_t{kMaxActive} * kInnerBlocks * kMaxSlots * 16};
+  Buffer<float> logits{int64_t{kMaxTokens} * kVocabTiles * 16};
+  Buffer<float> cosine{kMaxTokens * (m::rotary_dim / 2)};
+  Buffer<float> sine{kMaxTokens * (m::rotary_dim / 2)};
+  struct alignas(64) Counter {
+    std::atomic<int> done{0};
+  };
+  Counter heads_done[kKvHeads];
+};
+
+}  // namespace mk
