@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mkpack import formats
 from mkpack.errors import UserError
 from mkpack.formats import dequantise
-from mkpack.quantize import CHUNK, MIN_SCALE2, ErrorStats, load_modelopt, quantise, tensor_error, tensor_scale
+from mkpack.quantize import MAX_CHUNK, MIN_SCALE2, ErrorStats, load_modelopt, quantise, tensor_error, tensor_scale
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("modelopt")
@@ -61,7 +61,7 @@ def assert_sound(q: formats.QTensor) -> np.ndarray:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(3, 16), (5, 7), (33, 200), (2 * CHUNK // 1024 + 3, 1024)])
+@pytest.mark.parametrize("shape", [(3, 16), (5, 7), (33, 200), (2 * MAX_CHUNK // 1024 + 3, 1024)])
 def test_nvfp4_is_modelopts_whole_tensor_call_and_the_numpy_twin(shape: tuple[int, int], dtype: torch.dtype):
     w = gaussian(*shape, dtype=dtype) * 0.02
     q = quantise(w, "nvfp4")
@@ -105,7 +105,7 @@ def test_a_scale_that_cannot_hold_the_tensor_is_refused(scale2: float):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1, 1), (9, 50), (2 * CHUNK // 1024 + 3, 1024)])
+@pytest.mark.parametrize("shape", [(1, 1), (9, 50), (2 * MAX_CHUNK // 1024 + 3, 1024)])
 def test_fp8_is_the_nearest_e4m3_of_every_row(shape: tuple[int, int], dtype: torch.dtype):
     w = gaussian(*shape, dtype=dtype)
     q = quantise(w, "fp8")
@@ -233,7 +233,7 @@ def test_other_mistakes_are_named():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("fmt", ["f32", "bf16", "fp8", "nvfp4"])
-@pytest.mark.parametrize("shape", [(7, 50), (2 * CHUNK // 1024 + 3, 1024)])
+@pytest.mark.parametrize("shape", [(7, 50), (2 * MAX_CHUNK // 1024 + 3, 1024)])
 def test_error_statistics_are_those_of_the_slow_decoder(fmt: str, shape: tuple[int, int], dtype: torch.dtype):
     w = gaussian(*shape, dtype=dtype)
     q = quantise(w, fmt)
@@ -276,6 +276,21 @@ def test_modelopt_is_imported_quietly_and_only_when_needed():
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+
+
+def test_results_are_the_same_on_any_number_of_cpus():
+    code = (
+        "import os, sys; os.sched_setaffinity(0, list(os.sched_getaffinity(0))[:int(sys.argv[1])]);"
+        "import torch, mkpack.quantize as q; before = torch.get_num_threads();"
+        "w = torch.randn(700, 512, generator=torch.Generator().manual_seed(0));"
+        "s = q.tensor_error(q.quantise(w, 'bf16'), w); print(s.error.hex(), s.reference.hex());"
+        "assert torch.get_num_threads() == before"
+    )
+    one, two = (
+        subprocess.run([sys.executable, "-c", code, n], capture_output=True, text=True, timeout=120, check=True)
+        for n in ("1", "2")
+    )
+    assert one.stdout == two.stdout != ""
 
 
 def test_absent_modelopt_is_a_clear_error(monkeypatch: pytest.MonkeyPatch):
