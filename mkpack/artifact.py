@@ -292,14 +292,14 @@ def extract(path: Path | str, folder: Path) -> None:
         _sync_folder(folder.parent)
 
 
-# A process that is killed leaves only a file of this name, which says whose it was.
+# A process that is killed leaves only a file of this name (or a build's .work folder), which says whose it was.
 def _temporary(path: Path) -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}.tmp")
 
 
 def clean_temporaries(path: Path) -> list[Path]:
     """Removes what killed processes left beside `path`, and returns it. Call it under build_lock(path)."""
-    pattern = re.compile(rf"\.{re.escape(path.name)}\.([0-9]{{1,9}})\.tmp")
+    pattern = re.compile(rf"\.{re.escape(path.name)}\.([0-9]{{1,9}})\.(tmp|work)")
     removed = []
     with _os_errors(f"clean {path.parent}"):
         for item in sorted(path.parent.iterdir()):

@@ -21,9 +21,7 @@ def _digest(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def description(
-    spec: ModelSpec, sections: Iterable[Section], nbytes: int, tp: int, limits: Limits, target: str
-) -> str:
+def description(spec: ModelSpec, sections: Iterable[Section], nbytes: int, tp: int, limits: Limits, target: str) -> str:
     """The JSON text compiled into the .so: what must agree between a kernel and the weights it is given."""
     facts = {
         "abi": abi.ABI_VERSION,
@@ -41,7 +39,9 @@ def description(
 def _layers(layout: Layout) -> str:
     rows = []
     for i, layer in enumerate(layout.spec.layers):
-        names = [f"layers.{i}.{f.removesuffix('_scale')}{'.scale' if f.endswith('_scale') else ''}" for f in _LAYER_FIELDS]
+        names = [
+            f"layers.{i}.{f.removesuffix('_scale')}{'.scale' if f.endswith('_scale') else ''}" for f in _LAYER_FIELDS
+        ]
         offsets = [str(layout.section(n).offset) if n in layout else "0" for n in names]
         rows.append(f"    {{{', '.join(offsets)}, {layer.sliding_window or 0}, {str(layer.moe).lower()}}},")
     return "\n".join(rows)

@@ -7,7 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,15 @@ CPU_FLAGS = (
     "-std=c++20 -O3 -fPIC -shared -pthread -fvisibility=hidden -ffp-contract=off -fno-math-errno "
     "-Wl,--build-id=none -Wl,-z,relro,-z,now -static-libstdc++ -static-libgcc"
 ).split()
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One .so to compile: its folder name, the target, and the text of its model.h."""
+
+    name: str
+    target: str
+    header: str
 
 
 @dataclass(frozen=True)
@@ -51,32 +60,32 @@ def _escape(text: str) -> str:
     return text.replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
 
 
-def _rule(target: str, compiler: platform.Compiler, folder: Path) -> str:
-    csrc, generated = sources(), folder / target
+def _rule(unit: Unit, compiler: platform.Compiler, folder: Path) -> str:
+    csrc, generated = sources(), folder / unit.name
     flags = [
         *CPU_FLAGS,
-        f"-march={target}",
+        f"-march={unit.target}",
         # No path of this machine in the output: the same sources give the same bytes in any folder.
         f"-ffile-prefix-map={csrc}=csrc",
         f"-ffile-prefix-map={generated}=generated",
         f"-I{csrc}",
         f"-I{generated}",
     ]
-    if target == "x86-64-v4":
+    if unit.target == "x86-64-v4":
         flags.append("-mprefer-vector-width=512")
     command = shlex.join([*compiler.command, *flags])
     out, src = _escape(str(generated / "kernel.so")), _escape(str(csrc / "cpu" / "model.cpp"))
     return (
-        f"rule {target}\n"
+        f"rule {unit.name}\n"
         f"  command = {command.replace('$', '$$')} -MD -MF $out.d $in -o $out\n"
         f"  depfile = $out.d\n"
         f"  deps = gcc\n"
-        f"build {out}: {target} {src} | {_escape(str(generated / 'model.h'))}\n"
+        f"build {out}: {unit.name} {src} | {_escape(str(generated / 'model.h'))}\n"
     )
 
 
-def compile_kernels(headers: Mapping[str, str], folder: Path) -> dict[str, Kernel]:
-    """Compiles every CPU target of `headers` (target -> text of model.h) in `folder`; targets run side by side.
+def compile_kernels(units: Sequence[Unit], folder: Path) -> dict[str, Kernel]:
+    """Compiles CPU kernels side by side, each in `folder`/name. Returns them by name.
 
     Raises UserError when a tool is missing, InternalError with the compiler's own words when it fails.
     """
@@ -84,10 +93,10 @@ def compile_kernels(headers: Mapping[str, str], folder: Path) -> dict[str, Kerne
     if compiler is None:
         raise UserError(platform.no_compiler())
     rules = ["ninja_required_version = 1.8\n"]
-    for target, text in headers.items():
-        (folder / target).mkdir(parents=True, exist_ok=True)
-        (folder / target / "model.h").write_text(text)
-        rules.append(_rule(target, compiler, folder))
+    for unit in units:
+        (folder / unit.name).mkdir(parents=True, exist_ok=True)
+        (folder / unit.name / "model.h").write_text(unit.header)
+        rules.append(_rule(unit, compiler, folder))
     (folder / "build.ninja").write_text("\n".join(rules))
     environment = {k: v for k, v in os.environ.items() if k != "NINJA_STATUS"}
     done = subprocess.run(
@@ -96,8 +105,8 @@ def compile_kernels(headers: Mapping[str, str], folder: Path) -> dict[str, Kerne
     if done.returncode:
         raise InternalError(_failure(done.stdout + done.stderr))
     return {
-        target: Kernel(folder / target / "kernel.so", compiler.version, {"cpu": target, "system": "linux"})
-        for target in headers
+        unit.name: Kernel(folder / unit.name / "kernel.so", compiler.version, {"cpu": unit.target, "system": "linux"})
+        for unit in units
     }
 
 

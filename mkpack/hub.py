@@ -40,9 +40,12 @@ class SourceSnapshot:
     sha256: dict[str, str] = field(default_factory=dict)
 
 
-def fetch_source(repo: str, revision: str, *, cache_dir: Path | None = None, progress: bool = True) -> SourceSnapshot:
+def fetch_source(
+    repo: str, revision: str, *, cache_dir: Path | None = None, progress: bool = True, weights: bool = True
+) -> SourceSnapshot:
     """Bring the files a build needs of `repo` at `revision` (branch, tag or commit) into the hub cache.
 
+    Without `weights` everything but the safetensors: enough to plan a build.
     The revision is resolved first and everything is read at that commit. A file whose size is not what the hub lists
     is fetched again once. With HF_HUB_OFFLINE set, only the cache is used. Raises UserError for everything a hub, a
     network or a full disk can answer; what was complete by then stays in the cache, so the same call continues.
@@ -51,12 +54,12 @@ def fetch_source(repo: str, revision: str, *, cache_dir: Path | None = None, pro
 
     cache = Path(cache_dir or constants.HF_HUB_CACHE).expanduser()
     if constants.HF_HUB_OFFLINE:
-        return _cached(repo, revision, cache)
+        return _cached(repo, revision, cache, weights)
     with _client_errors(repo, revision), _quiet(not progress):
-        return _online(repo, revision, cache)
+        return _online(repo, revision, cache, weights)
 
 
-def _online(repo: str, revision: str, cache: Path) -> SourceSnapshot:
+def _online(repo: str, revision: str, cache: Path, weights: bool) -> SourceSnapshot:
     from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download
 
     try:
@@ -77,14 +80,14 @@ def _online(repo: str, revision: str, cache: Path) -> SourceSnapshot:
     if "config.json" not in listed:
         raise UserError(f"source {repo} at {commit}: no config.json, so this is not a checkpoint of a model")
 
-    if INDEX in listed:
+    if weights and INDEX in listed:
         index = get(INDEX)
         if index.stat().st_size != listed[INDEX].size:
             index = get(INDEX, again=True)
         names |= {INDEX, *_shards(repo, commit, index, listed)}
-    elif SINGLE in listed:
+    elif weights and SINGLE in listed:
         names.add(SINGLE)
-    else:
+    elif weights:
         raise UserError(f"source {repo} at {commit}: {_no_safetensors(listed)}")
 
     storage = cache / _repo_folder(repo)
@@ -102,7 +105,7 @@ def _online(repo: str, revision: str, cache: Path) -> SourceSnapshot:
     return SourceSnapshot(folder, repo, commit, _known_digests(folder, sizes))
 
 
-def _cached(repo: str, revision: str, cache: Path) -> SourceSnapshot:
+def _cached(repo: str, revision: str, cache: Path, weights: bool) -> SourceSnapshot:
     """The snapshot a former download left, found without the network."""
     storage = cache / _repo_folder(repo)
     title = f"source {repo}: HF_HUB_OFFLINE is set and"
@@ -121,20 +124,22 @@ def _cached(repo: str, revision: str, cache: Path) -> SourceSnapshot:
 
     names = [f.name for f in sorted(folder.iterdir()) if f.name == "config.json" or is_aux(f.name)]
     missing = [] if "config.json" in names else ["config.json"]
-    if (folder / INDEX).is_file():
+    if not weights:
+        needed: list[str] = []
+    elif (folder / INDEX).is_file():
         weight_map, problems = index_shards((folder / INDEX).read_bytes())
         if problems:
             raise combine(f"{folder / INDEX}", problems)
-        weights = sorted(set(weight_map.values()))
+        needed = sorted(set(weight_map.values()))
     else:
-        weights = [SINGLE]
-    missing += [name for name in weights if not (folder / name).is_file()]
+        needed = [SINGLE]
+    missing += [name for name in needed if not (folder / name).is_file()]
     if missing:
         raise combine(
             f"{title} the cache of commit {commit} is not complete; unset HF_HUB_OFFLINE to download the rest",
             [f"{name} is absent" for name in missing],
         )
-    return SourceSnapshot(folder, repo, commit, _known_digests(folder, [*names, *weights]))
+    return SourceSnapshot(folder, repo, commit, _known_digests(folder, [*names, *needed]))
 
 
 def _shards(repo: str, commit: str, index: Path, listed: Iterable[str]) -> set[str]:

@@ -124,7 +124,6 @@ BAD = [
     (SMALL + "license:\n", [":3: license", "found nothing"]),
     (SMALL + "license: 2.0\n", [":3: license", "the number 2.0", "in quotes"]),
     (SMALL + "quality:\n", [":3: quality", "text, tokens", "found nothing"]),
-    (SMALL + "quality: {tokens: 5}\n", [":3: quality.text", "missing key", "text file"]),
     (SMALL + "quality: {text: t, tokens: 1}\n", [":3: quality.tokens", "at least 2", "the number 1"]),
     (SMALL + "quality: {text: ''}\n", [":3: quality.text", "path of a text file"]),
     (SMALL + "parallel:\n  tp: 9\n", [":4: parallel.tp", "from 1 to 8", "the number 9"]),
