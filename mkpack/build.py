@@ -1,4 +1,4 @@
-"""`mkpack build`: checkpoint -> quantise -> pack -> compile -> measure -> one artifact, published at once or not at all."""
+"""`mkpack build`: checkpoint -> quantise -> pack -> compile -> measure -> one artifact, whole or not at all."""
 
 from __future__ import annotations
 
@@ -29,8 +29,6 @@ from mkpack.plan import Plan, plan
 from mkpack.spec import Format, TensorRole
 from mkpack.store import address
 from mkpack.text import Text
-
-__all__ = ["build", "plan"]
 
 if TYPE_CHECKING:
     import torch

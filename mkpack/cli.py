@@ -101,12 +101,14 @@ def build(
     json: AsJson = False,
 ) -> None:
     """Build the artifact a recipe describes."""
-    from mkpack import build as builder
-
     if dry_run:
-        plan = builder.plan(recipe)
+        from mkpack import plan as planner
+
+        plan = planner.plan(recipe)
         typer.echo(plan.to_json() if json else plan.render())
         return
+    from mkpack import build as builder
+
     path = builder.build(recipe, output=output, force=force, keep_work=keep_work, console=_console())
     typer.echo(_dumps({"artifact": str(path), "bytes": path.stat().st_size}) if json else f"{path}")
 

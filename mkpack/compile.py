@@ -113,6 +113,6 @@ def compile_kernels(units: Sequence[Unit], folder: Path) -> dict[str, Kernel]:
 def _failure(output: str) -> str:
     # The kernel's out-of-memory killer leaves no word of its own: the driver only says that a stage was killed.
     if "Killed" in output or "signal terminated" in output or "out of memory" in output.lower():
-        return "the compiler was killed, most likely for lack of memory; close other programs or add swap, then build again"
+        return "the compiler was killed, most likely for lack of memory; close other programs, then build again"
     tail = "\n".join(output.strip().splitlines()[-20:])
     return f"the kernel did not compile:\n{tail}"

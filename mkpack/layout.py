@@ -1,8 +1,8 @@
 """Where every tensor lies in a rank's blob: sections, offsets and the split along N. Pure arithmetic, no bytes.
 
 A blob is a list of page-aligned sections in the order one step streams them. Every rank has the same table, so one
-compiled kernel serves every rank. A matrix section is a run of 16-row tiles (`pack.py` has their byte order); next to it,
-where the format has one, a `.scale` section holds float32 per tile (nvfp4) or per row (fp8).
+compiled kernel serves every rank. A matrix section is a run of 16-row tiles (`pack.py` has their byte order); next to
+it, where the format has one, a `.scale` section holds float32 per tile (nvfp4) or per row (fp8).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The byte order of a tile, and blobs made of tiles. Read on the other side by csrc/cpu/tile.h.
 
-A tile is 16 rows; lane r of every 16-lane vector is row r. Columns come in blocks of 16. DESIGN.md says the same in words.
+A tile is 16 rows; lane r of every 16-lane vector is row r. Columns come in blocks of 16. DESIGN.md says it in words.
 """
 
 from __future__ import annotations
@@ -97,10 +97,10 @@ class BlobWriter:
             data = pack_tiles(q.format, q.data[rows], None if q.scale is None else q.scale[rows], q.shape[1])
             first = s.offset + piece.tile * size
             if piece.stride == 1:
-                _write_all(self._files[rank], memoryview(data.reshape(-1)), first)
+                _write_all(self._files[rank], data.reshape(-1).data, first)
             else:
                 for i, tile in enumerate(data):
-                    _write_all(self._files[rank], memoryview(tile), first + i * piece.stride * size)
+                    _write_all(self._files[rank], tile.data, first + i * piece.stride * size)
         if n := scale_floats(q.format):
             assert q.scale2 is not None
             values = self._small[rank][section + ".scale"].reshape(-1, n)
@@ -111,7 +111,7 @@ class BlobWriter:
     def close(self) -> None:
         for fd, small in zip(self._files, self._small, strict=True):
             for name, values in small.items():
-                _write_all(fd, memoryview(values).cast("B"), self.layout.section(name).offset)
+                _write_all(fd, values.view(np.uint8).data, self.layout.section(name).offset)
             os.close(fd)
 
 

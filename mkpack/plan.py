@@ -22,7 +22,7 @@ _DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 
 @dataclass(frozen=True)
 class Plan:
-    """recipe, where its checkpoint is, and what will be made of it. `checkpoint` is None when only config.json is here."""
+    """A recipe, its checkpoint, and what will be made of it. `checkpoint` is None when only config.json is here."""
 
     recipe: Recipe
     recipe_path: Path

@@ -53,7 +53,7 @@ def read_text(path: Path | None) -> str:
 
 
 def tokens_of(text: str, tokenizer: Text, limit: int, context: int) -> list[int]:
-    """The first tokens of the text, at most `limit` and what the context holds. UserError when fewer than two remain."""
+    """The first tokens of the text, at most `limit` and what the context holds; UserError when below two."""
     tokens = tokenizer.encode_raw(text)[: min(limit, context)]
     if len(tokens) < 2:
         raise UserError(f"the quality text has {len(tokens)} tokens; at least 2 are needed to predict one")
@@ -90,7 +90,7 @@ def _log_softmax(logits: np.ndarray) -> np.ndarray:
 def compare(
     path: Path, against: Path, *, text: Path | None = None, tokens: int | None = None, threads: int | None = None
 ) -> Quality:
-    """`mkpack eval`: an artifact held against another of the same model. UserError when they do not share a vocabulary."""
+    """`mkpack eval`: an artifact held against another of the same model; UserError when vocabularies differ."""
     from mkpack.loader import load
 
     with load(path, threads=threads) as model, load(against, threads=threads) as reference:

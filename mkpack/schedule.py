@@ -1,7 +1,7 @@
 """The phases of one step, as data: what each reads, in which order, and so the bytes a token must cost.
 
-The compiled kernel runs these phases in this order for every layer; between two of them all threads meet. The bound that
-every speed is printed beside is bytes_per_step() over the machine's read bandwidth.
+The compiled kernel runs these phases in this order for every layer; between two of them all threads meet. The bound
+that every speed is printed beside is bytes_per_step() over the machine's read bandwidth.
 """
 
 from __future__ import annotations

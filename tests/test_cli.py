@@ -104,7 +104,8 @@ def fake_modules() -> dict[str, Any]:
     return {
         "load": FakeModel,
         "schedule": types.SimpleNamespace(bytes_per_step=_bytes_per_step),
-        "build": types.SimpleNamespace(build=_build, plan=lambda recipe: FakeReport("plan", str(recipe))),
+        "build": types.SimpleNamespace(build=_build),
+        "plan": types.SimpleNamespace(plan=lambda recipe: FakeReport("plan", str(recipe))),
         "bench": types.SimpleNamespace(run=lambda path, **options: FakeReport(str(path), options)),
         "quality": types.SimpleNamespace(compare=lambda a, b, **options: FakeReport(str(a), str(b), options)),
     }
