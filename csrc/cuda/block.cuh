@@ -1,0 +1,176 @@
+// What a block of the resident kernel knows: parameters, shared memory, the two rings, waits with a time limit.
+#pragma once
+#include "layout.cuh"
+#include "ptx.cuh"
+
+namespace mk {
+
+enum Phase { kPhaseQkv, kPhaseAttention, kPhaseCombine, kPhaseOut, kPhaseRouter, kPhasePair, kPhaseDown, kPhaseHead,
+             kPhaseToken, kPhases };
+
+// Filled by the first wait that expires.
+struct Report {
+  uint32_t expired;  // 1 once somebody gave up
+  uint32_t phase, sm, warp, epoch;
+};
+
+// Everything a layer publishes, as float32, for comparison with a reference. Offsets in floats inside one layer's record.
+constexpr int kDumpQkv = 0, kDumpAttention = kDumpQkv + kQkvRows, kDumpMid = kDumpAttention + kQRows,
+              kDumpLogits = kDumpMid + kHidden, kDumpIds = kDumpLogits + kExperts,
+              kDumpExperts = kDumpIds + kTopK, kDumpOut = kDumpExperts + kTopK * kMoeIntermediate,
+              kDumpLayer = kDumpOut + kHidden;
+
+struct Params {
+  const uint8_t* dense;         // [layer] kDenseLayerBytes: QKV pages, then output projection pages
+  const uint8_t* head;          // lm_head pages
+  const uint8_t* experts;       // [layer][expert] kExpertBytes
+  const uint16_t* routers;      // bf16 [layer][expert][hidden]
+  const uint16_t* embedding;    // bf16 [vocab][hidden]
+  const float* norms;           // [layer] kNormLayer, then the final norm
+  const float2* expert_scales;  // [layer][expert]: second-level scale of gate/up, of down
+  const float2* rope;           // [position][head_dim / 2]: cosine, sine
+  uint8_t* kv;                  // kKvBytes, zero where nothing was written: masked positions are multiplied by zero
+  uint64_t* exchange;           // 2 x kXWords, zero at first
+  int32_t* tokens;              // [steps + 1]: tokens[0] is read, the others are written
+  Report* report;
+  float* dump;                  // NULL, or [layer] kDumpLayer
+  int64_t* trace;               // [layer + 1][kPhases][kGrid][4] clocks, written by the last step; unused without trace
+  uint64_t wait_limit_ns;
+  uint32_t backoff_ns;          // between two polls
+  uint32_t first_epoch;         // epochs used so far in these exchange buffers: layers x steps
+  int32_t position, steps;      // of tokens[0]; tokens to run
+  int32_t log_splits;           // the KV cache is split in 2^log_splits shares, at most 32
+  int32_t dense_flight, expert_flight;  // copies allowed under way: more does not raise the bandwidth, but delays flags
+  int32_t attention_stride;     // every how many SMs one computes attention: kGrid / (kKvHeads << log_splits)
+};
+
+constexpr int kDenseSlots = 8, kExpertSlots = 4;
+constexpr int kScoreTiles = 8;  // tiles of one attention chunk: half a tile a warp
+constexpr int kScoreStride = kScoreTiles * kTile + 4;
+constexpr int kQStride = kHeadDim + 32;              // bf16; two rows then lie in different banks
+constexpr int kBigStride = kMaxPairUnits * 16 + 2, kSmallStride = kOwnedRows + 2;
+constexpr int kPrefetchTiles = 32;                   // of the KV cache, an SM and layer
+constexpr int kHeadChunk = 8;                        // row units between two reductions of the head
+
+struct alignas(128) Shared {
+  uint8_t dense[kDenseSlots][kPageBytes];
+  uint8_t expert[kExpertSlots][kPairTileBytes];
+  union {
+    uint32_t x[kWarps][192];  // bf16 x 2: every warp's own columns of the phase's input
+    float scores[kGroup][kScoreStride];
+  };
+  float big[kWarps][kBigStride];      // partial sums of QKV, gate/up and the head
+  float small[kWarps][kSmallStride];  // of the output projection and down: phases alternate between the two, so one
+                                      // barrier a phase is enough
+  uint16_t q[kGroup][kQStride], k_new[kHeadDim], v_new[kHeadDim];
+  float score_max[kWarps][kGroup];
+  float squares[2][kWarps];  // sums of squares of QKV's and of the router's input
+  float router_dot[kWarps];
+  float residual[kOwnedRows];
+  float expert_weight[2][kTopK];
+  int32_t expert_id[2][kTopK];
+  float best_value[2][kWarps];  // of the head, of the token phase: warps enter the second while others read the first
+  int32_t best_row[2][kWarps];
+  int32_t token;  // chosen by the last step
+  int32_t quit;   // set when the consumers leave
+  uint64_t dense_full[kDenseSlots], dense_empty[kDenseSlots], expert_full[kExpertSlots], expert_empty[kExpertSlots];
+};
+static_assert(kHeadChunk * 8 + 2 <= kBigStride && kQkvUnits / kGrid * 8 + 8 <= kBigStride, "partial sums need room");
+
+// One ring of shared-memory pages as its producer or one consumer warp sees it: n pages passed so far.
+struct Ring {
+  uint32_t full, empty;  // barriers of slot 0
+  uint32_t slots;        // a power of two
+  uint32_t n = 0;
+  __device__ __forceinline__ uint32_t slot() const { return n & (slots - 1); }
+  __device__ __forceinline__ uint32_t lap_parity() const { return n / slots & 1; }
+  __device__ __forceinline__ void wait_full() const { mbarrier_wait(full + 8 * slot(), lap_parity()); }
+  __device__ __forceinline__ void wait_empty() const { mbarrier_wait(empty + 8 * slot(), lap_parity() ^ 1); }
+  // `loaded` must be or-ed from a register of every shared load of the page: the barrier's address then depends on them,
+  // and the slot cannot be refilled under a load that is still under way. zero is a zero the compiler cannot see.
+  __device__ __forceinline__ void release(uint32_t loaded, uint32_t zero, int lane, uint32_t count = 1) {
+    uint32_t bar = (empty + 8 * slot()) | (loaded & zero);
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(bar, count);
+    n++;
+  }
+};
+
+struct Block {
+  const Params& p;
+  Shared& s;
+  int sm, warp, lane, tid;
+  uint32_t zero;   // see Ring::release
+  uint32_t epoch;  // of the running layer
+  int layer;
+  int position;
+  bool traced;
+
+  __device__ __forceinline__ bool owner() const { return sm < kOwners; }
+  __device__ __forceinline__ uint64_t* exchange(int offset) const {
+    return p.exchange + (epoch & 1) * kXWords + offset;
+  }
+  __device__ __forceinline__ void publish(int offset, uint32_t bits) const {
+    store_relaxed(exchange(offset), (uint64_t)bits | (uint64_t)epoch << 32);
+  }
+  __device__ __forceinline__ void publish(int offset, float v) const { publish(offset, __float_as_uint(v)); }
+  __device__ __forceinline__ bool fresh(uint64_t word) const { return (uint32_t)(word >> 32) == epoch; }
+  __device__ __forceinline__ void dump(int offset, float v) const {
+    if (p.dump) p.dump[layer * kDumpLayer + offset] = v;
+  }
+
+  // Polls until ready(). After wait_limit_ns the first thread to give up fills the report; from then on nobody waits any
+  // more, the kernel runs through the rest of its step on whatever is there and leaves.
+  template <class Ready>
+  __device__ __forceinline__ void wait(Phase phase, Ready&& ready) const {
+    uint64_t start = 0;
+    for (uint32_t spins = 1; !ready(); spins++) {
+      if (p.backoff_ns) __nanosleep(p.backoff_ns);
+      if (spins % 256) continue;
+      if (*(volatile uint32_t*)&p.report->expired) return;
+      uint64_t now = global_nanoseconds();
+      if (!start) start = now;
+      if (now - start < p.wait_limit_ns) continue;
+      if (atomicCAS(&p.report->expired, 0, 1) == 0) {
+        p.report->phase = phase;
+        p.report->sm = sm;
+        p.report->warp = warp;
+        p.report->epoch = epoch;
+      }
+      return;
+    }
+  }
+
+  template <bool kTrace>
+  __device__ __forceinline__ void stamp(Phase phase, int moment) const {
+    if constexpr (kTrace)
+      if (tid == 0 && traced) p.trace[(((int64_t)layer * kPhases + phase) * kGrid + sm) * 4 + moment] = clock64();
+  }
+};
+
+// This SM's attention unit, KV head major, or -1. Units lie evenly over the grid.
+__device__ __forceinline__ int attention_unit(const Params& p, int sm) {
+  const int units = kKvHeads << p.log_splits, unit = sm / p.attention_stride;
+  return unit * p.attention_stride == sm && unit < units ? unit : -1;
+}
+
+// word {value, epoch}
+__device__ __forceinline__ float word_float(uint64_t w) { return __uint_as_float((uint32_t)w); }
+
+// Row sums of `rows` x kWarps partials: four lanes a row, four partials each, fixed order. Row of this lane: the caller's.
+template <int kStride>
+__device__ __forceinline__ float sum_partials(const float (&part)[kWarps][kStride], int row, int quarter) {
+  float v = (part[4 * quarter][row] + part[4 * quarter + 1][row]) +
+            (part[4 * quarter + 2][row] + part[4 * quarter + 3][row]);
+  v += __shfl_xor_sync(~0u, v, 8);
+  return v + __shfl_xor_sync(~0u, v, 16);
+}
+// 1 / rms of the vector whose 16 sums of squares lie in `squares`.
+__device__ __forceinline__ float inverse_rms(const float (&squares)[kWarps]) {
+  float v = 0;
+#pragma unroll
+  for (int w = 0; w < kWarps; w++) v += squares[w];
+  return rsqrtf(v / kHidden + kRmsEps);
+}
+
+}  // namespace mk

@@ -1,0 +1,209 @@
+// Phase 2: q/k norm, RoPE, KV write, attention over this SM's share of the cache, combination of the shares.
+//
+// kKvHeads x splits SMs take part, each with one KV head and the tiles of 16 positions t = split, split + splits, ...; a
+// position is therefore always written and read by the same SM. Scores: every warp takes 8 positions (K), then all warps
+// meet and each takes 8 of the 128 head dimensions over all tiles (V), so the outputs need no sum across warps. The first
+// 8 tiles are loaded into registers before q arrives; more would spill.
+#pragma once
+#include "block.cuh"
+#include "mma.cuh"
+
+namespace mk {
+
+// Warps 0..7: query heads of the group, 8: k, 9: v. Normed and rotated vectors go to shared memory as bf16; the SM that owns
+// the position also writes k and v to the cache.
+__device__ __forceinline__ void attention_inputs(Block& b, int kv_head, bool owns_position) {
+  const int row = b.warp < kGroup ? (kv_head * kGroup + b.warp) * kHeadDim
+                                  : kQRows + (b.warp - kGroup) * kKvRows + kv_head * kHeadDim;
+  const int d = 2 * b.lane;  // this lane's dimensions: d, d + 1 and their rotation partners d + 64, d + 65
+  const bool is_v = b.warp == kGroup + 1;
+  float2 c0 = make_float2(1, 0), c1 = c0, g0 = make_float2(1, 1), g1 = g0;
+  if (!is_v) {
+    const float* norm = b.p.norms + b.layer * kNormLayer + (b.warp < kGroup ? kNormQ : kNormK);
+    g0 = __ldg((const float2*)(norm + d));
+    g1 = __ldg((const float2*)(norm + d + 64));
+    const float2* r = b.p.rope + (int64_t)b.position * (kHeadDim / 2) + d;
+    c0 = __ldg(r);
+    c1 = __ldg(r + 1);
+  }
+  ulonglong2 va, vb;
+  const uint64_t* src = b.exchange(kXQkv) + row + d;
+  b.wait(kPhaseAttention, [&] {
+    va = load_relaxed_2(src);
+    vb = load_relaxed_2(src + 64);
+    return b.fresh(va.x) && b.fresh(va.y) && b.fresh(vb.x) && b.fresh(vb.y);
+  });
+  float x0 = word_float(va.x), x1 = word_float(va.y), y0 = word_float(vb.x), y1 = word_float(vb.y);
+  if (!is_v) {
+    float r = rsqrtf(warp_sum(x0 * x0 + x1 * x1 + y0 * y0 + y1 * y1) / kHeadDim + kRmsEps);
+    x0 *= r * g0.x, x1 *= r * g0.y, y0 *= r * g1.x, y1 *= r * g1.y;
+    float u0 = x0 * c0.x - y0 * c0.y, u1 = x1 * c1.x - y1 * c1.y;
+    y0 = y0 * c0.x + x0 * c0.y, y1 = y1 * c1.x + x1 * c1.y;
+    x0 = u0, x1 = u1;
+  }
+  uint16_t* dst = b.warp < kGroup ? b.s.q[b.warp] : is_v ? b.s.v_new : b.s.k_new;
+  uint32_t lo = pack_bf16x2(x0, x1), hi = pack_bf16x2(y0, y1);
+  *(uint32_t*)(dst + d) = lo;
+  *(uint32_t*)(dst + d + 64) = hi;
+  if (b.warp >= kGroup && owns_position) {
+    uint8_t* tile = b.p.kv + kv_tile_offset(b.layer, kv_head, b.position / kTile);
+    if (is_v) {
+      tile += kTileBytes;
+      *(uint16_t*)(tile + v_offset(b.position, d)) = (uint16_t)lo;
+      *(uint16_t*)(tile + v_offset(b.position, d + 1)) = (uint16_t)(lo >> 16);
+      *(uint16_t*)(tile + v_offset(b.position, d + 64)) = (uint16_t)hi;
+      *(uint16_t*)(tile + v_offset(b.position, d + 65)) = (uint16_t)(hi >> 16);
+    } else {
+      *(uint32_t*)(tile + k_offset(b.position, d)) = lo;
+      *(uint32_t*)(tile + k_offset(b.position, d + 64)) = hi;
+    }
+  }
+}
+
+struct TileRegisters {
+  uint4 k[4];            // 8 positions x 128 dimensions: half of tile warp / 2 of the chunk
+  uint2 v[kScoreTiles];  // 8 dimensions of every tile of the chunk
+};
+
+__device__ __forceinline__ void load_tiles(const Block& b, const uint8_t* cache, int log_splits, int first, int count,
+                                           TileRegisters& r) {
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    r.k[i] = make_uint4(0, 0, 0, 0);
+    if (first + b.warp / 2 < count)
+      r.k[i] = __ldcg((const uint4*)(cache + ((int64_t)(first + b.warp / 2) * 2 * kTileBytes << log_splits)) +
+                      32 * (4 * (b.warp % 2) + i) + b.lane);
+  }
+#pragma unroll
+  for (int i = 0; i < kScoreTiles; i++) {
+    r.v[i] = make_uint2(0, 0);
+    if (first + i < count)
+      r.v[i] = __ldcg((const uint2*)(cache + ((int64_t)(first + i) * 2 * kTileBytes << log_splits) + kTileBytes) +
+                      32 * b.warp + b.lane);
+  }
+}
+
+// The newest position's k and v may not have reached the cache when the tiles were loaded: take them from shared memory.
+__device__ __forceinline__ void patch_newest(const Block& b, int first, int newest, TileRegisters& r) {
+  const int p = b.position % kTile, g = b.lane >> 2, t = b.lane & 3;
+  if (first + b.warp / 2 == newest && b.warp % 2 == p / 8 && g == p % 8) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) r.k[i] = *(const uint4*)&b.s.k_new[32 * i + 8 * t];
+  }
+  if (t == p / 4) {
+    const uint32_t v = b.s.v_new[8 * b.warp + g];
+#pragma unroll
+    for (int i = 0; i < kScoreTiles; i++)
+      if (first + i == newest) {
+        uint32_t& w = p % 4 < 2 ? r.v[i].x : r.v[i].y;
+        w = p % 2 ? (w & 0xFFFFu) | v << 16 : (w & 0xFFFF0000u) | v;
+      }
+  }
+}
+
+template <bool kTrace>
+__device__ __forceinline__ void phase_attention(Block& b) {
+  b.stamp<kTrace>(kPhaseAttention, 0);
+  const int unit = attention_unit(b.p, b.sm), log_splits = b.p.log_splits, splits = 1 << log_splits;
+  if (unit < 0) return;
+  const int kv_head = unit >> log_splits, split = unit & (splits - 1), g = b.lane >> 2, t = b.lane & 3;
+  const int count = (b.position / kTile - split + splits) >> log_splits;  // tiles of this SM
+  const bool owns_position = (b.position / kTile & (splits - 1)) == split;
+  const int newest = owns_position ? count - 1 : -1;
+  const uint8_t* cache = b.p.kv + kv_tile_offset(b.layer, kv_head, split);
+  TileRegisters r;
+  load_tiles(b, cache, log_splits, 0, count, r);
+  if (b.warp < kGroup + 2) attention_inputs(b, kv_head, owns_position);
+  b.stamp<kTrace>(kPhaseAttention, 1);
+  team_sync<kTeam>();
+  uint4 q[4];
+#pragma unroll
+  for (int i = 0; i < 4; i++) q[i] = *(const uint4*)&b.s.q[g][32 * i + 8 * t];
+  constexpr float kScale = 0.08838834764831845f * 1.4426950408889634f;  // 1 / sqrt(128), and exponents of two
+  float out[4] = {}, top = -INFINITY, sum = 0;
+  for (int first = 0; first < count || first == 0; first += kScoreTiles) {
+    if (first) load_tiles(b, cache, log_splits, first, count, r);
+    patch_newest(b, first, newest, r);
+    float acc[4] = {}, acc2[4] = {};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      mma_bf16(acc, q[i].x, 0, q[i].y, 0, r.k[i].x, r.k[i].y);
+      mma_bf16(acc2, q[i].z, 0, q[i].w, 0, r.k[i].z, r.k[i].w);
+    }
+    const int local = first + b.warp / 2, p0 = ((local << log_splits) + split) * kTile + 8 * (b.warp % 2) + 2 * t;
+    const float s0 = local < count && p0 <= b.position ? (acc[0] + acc2[0]) * kScale : -INFINITY;
+    const float s1 = local < count && p0 + 1 <= b.position ? (acc[1] + acc2[1]) * kScale : -INFINITY;
+    *(float2*)&b.s.scores[g][8 * b.warp + 2 * t] = make_float2(s0, s1);
+    float warp_top = fmaxf(s0, s1);
+    warp_top = fmaxf(warp_top, __shfl_xor_sync(~0u, warp_top, 1));
+    warp_top = fmaxf(warp_top, __shfl_xor_sync(~0u, warp_top, 2));
+    if (t == 0) b.s.score_max[b.warp][g] = warp_top;
+    team_sync<kTeam>();
+    float next = top;
+#pragma unroll
+    for (int w = 0; w < kWarps / 4; w++) next = fmaxf(next, b.s.score_max[4 * w + t][g]);
+    next = fmaxf(next, __shfl_xor_sync(~0u, next, 1));
+    next = fmaxf(next, __shfl_xor_sync(~0u, next, 2));
+    const float shrink = top == next ? 1.f : exp2_approx(top - next), offset = next == -INFINITY ? 0.f : next;
+    out[0] *= shrink, out[1] *= shrink, sum *= shrink;
+    top = next;
+#pragma unroll
+    for (int i = 0; i < kScoreTiles; i++) {
+      if (first + i >= count) break;
+      float4 s = *(const float4*)&b.s.scores[g][i * kTile + 4 * t];
+      uint32_t lo = pack_bf16x2(exp2_approx(s.x - offset), exp2_approx(s.y - offset));
+      uint32_t hi = pack_bf16x2(exp2_approx(s.z - offset), exp2_approx(s.w - offset));
+      sum += (bf16_low(lo) + bf16_high(lo)) + (bf16_low(hi) + bf16_high(hi));
+      mma_bf16(out, lo, 0, hi, 0, r.v[i].x, r.v[i].y);
+    }
+    team_sync<kTeam>();  // scores may be overwritten now: by the next chunk, or by the next phase's x
+  }
+  sum += __shfl_xor_sync(~0u, sum, 1);
+  sum += __shfl_xor_sync(~0u, sum, 2);
+  b.stamp<kTrace>(kPhaseAttention, 2);
+  const int mine = kXPartial + unit * kPartialWords;
+  b.publish(mine + g * kHeadDim + 8 * b.warp + 2 * t, out[0]);
+  b.publish(mine + g * kHeadDim + 8 * b.warp + 2 * t + 1, out[1]);
+  if (b.warp == 0 && t == 0) {
+    b.publish(mine + kGroup * kHeadDim + 2 * g, top);
+    b.publish(mine + kGroup * kHeadDim + 2 * g + 1, sum);
+  }
+  b.stamp<kTrace>(kPhaseAttention, 3);
+}
+
+// Every attention SM combines 1024 / splits outputs of its KV head: one thread reads two outputs of one split.
+template <bool kTrace>
+__device__ __forceinline__ void phase_combine(Block& b) {
+  const int unit = attention_unit(b.p, b.sm), log_splits = b.p.log_splits, splits = 1 << log_splits;
+  if (unit < 0) return;
+  b.stamp<kTrace>(kPhaseCombine, 0);
+  const int kv_head = unit >> log_splits, from = b.tid & (splits - 1), head_row = (unit & (splits - 1)) << (10 - log_splits);
+  const int o = head_row + (b.tid >> log_splits) * 2, head = o / kHeadDim;
+  const uint64_t* src = b.exchange(kXPartial) + ((kv_head << log_splits) + from) * kPartialWords;
+  ulonglong2 v, m;
+  b.wait(kPhaseCombine, [&] {
+    v = load_relaxed_2(src + o);
+    m = load_relaxed_2(src + kGroup * kHeadDim + 2 * head);
+    return b.fresh(v.x) && b.fresh(v.y) && b.fresh(m.x) && b.fresh(m.y);
+  });
+  b.stamp<kTrace>(kPhaseCombine, 1);
+  float top = word_float(m.x), all = top;
+  for (int i = 1; i < splits; i *= 2) all = fmaxf(all, __shfl_xor_sync(~0u, all, i));
+  float f = exp2_approx(top - all), sum = word_float(m.y) * f, x = word_float(v.x) * f, y = word_float(v.y) * f;
+  for (int i = 1; i < splits; i *= 2) {
+    sum += __shfl_xor_sync(~0u, sum, i);
+    x += __shfl_xor_sync(~0u, x, i);
+    y += __shfl_xor_sync(~0u, y, i);
+  }
+  if (from == 0) {
+    const float inverse = __fdividef(1.f, sum);
+    x *= inverse, y *= inverse;
+    const int row = kv_head * kGroup * kHeadDim + o;
+    b.publish(kXAttention + row / 2, pack_bf16x2(x, y));
+    b.dump(kDumpAttention + row, x);
+    b.dump(kDumpAttention + row + 1, y);
+  }
+  b.stamp<kTrace>(kPhaseCombine, 3);
+}
+
+}  // namespace mk

@@ -1,0 +1,101 @@
+// Phase 1: norm + q, k, v projection. The norm's 1/rms is one number a token, so it is applied to the sums: a warp starts
+// as soon as its own columns are there, without waiting for the whole vector.
+#pragma once
+#include "block.cuh"
+#include "mma.cuh"
+
+namespace mk {
+
+// This lane's columns of a dense input: 1024 h + 64 w + 2 lane and the next, for h = 0 .. K / 1024 - 1.
+__device__ __forceinline__ int dense_column(const Block& b, int h) { return kPageColumns * h + 64 * b.warp + 2 * b.lane; }
+
+// Puts 64 columns (two a lane) into the warp's slice and takes MMA operands from it.
+__device__ __forceinline__ void dense_operands(const Block& b, int h, uint32_t pair, uint4 (&x)[2]) {
+  uint32_t* slice = b.s.x[b.warp] + h * 32;
+  slice[b.lane] = pair;
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < 2; i++) x[i] = *(const uint4*)(slice + 16 * i + 4 * (b.lane & 3));
+}
+
+// Waits for the two words of the hidden state that lie at exchange offset `from`.
+__device__ __forceinline__ float2 wait_pair(const Block& b, Phase phase, const uint64_t* src) {
+  ulonglong2 v;
+  b.wait(phase, [&] {
+    v = load_relaxed_2(src);
+    return b.fresh(v.x) && b.fresh(v.y);
+  });
+  return make_float2(word_float(v.x), word_float(v.y));
+}
+
+// Multiplies `units` row units of 8 x 2048 with the input; sums of this warp's columns go to big[warp][8 unit + row].
+__device__ __forceinline__ void dense_units(const Block& b, Ring& ring, int units, const uint4 (&x)[kQkvPagesPerUnit][2]) {
+  for (int u = 0; u < units; u++) {
+    float acc[2][4] = {};
+#pragma unroll
+    for (int h = 0; h < kQkvPagesPerUnit; h++) {
+      ring.wait_full();
+      const uint4* page = (const uint4*)(b.s.dense[ring.slot()] + b.warp * 1024) + b.lane;
+      uint4 wa = page[0], wb = page[32];
+      ring.release(wa.w | wb.w, b.zero, b.lane);
+      mma_bf16_page(acc, wa, wb, x[h][0], x[h][1]);
+    }
+    if (b.lane < 4) {  // token 0 is the MMA's row 0
+      float* out = &b.s.big[b.warp][8 * u + 2 * b.lane];
+      out[0] = acc[0][0] + acc[1][0];
+      out[1] = acc[0][1] + acc[1][1];
+    }
+  }
+}
+
+// Reads the input of layer 0 from the embedding and of the others from the exchange, multiplied by the norm weights, not
+// yet by 1/rms. epoch - 1 is the epoch of the layer before.
+template <bool kTrace>
+__device__ __forceinline__ void phase_qkv(Block& b, Ring& ring) {
+  b.stamp<kTrace>(kPhaseQkv, 0);
+  const float* norm = b.p.norms + b.layer * kNormLayer + kNormInput;
+  uint4 x[kQkvPagesPerUnit][2];
+  float2 g[kQkvPagesPerUnit], v[kQkvPagesPerUnit];
+  float squares = 0;
+#pragma unroll
+  for (int h = 0; h < kQkvPagesPerUnit; h++) g[h] = __ldg((const float2*)(norm + dense_column(b, h)));
+  if (b.layer == 0) {
+    const uint16_t* row = b.p.embedding + (int64_t)b.s.token * kHidden;
+#pragma unroll
+    for (int h = 0; h < kQkvPagesPerUnit; h++) {
+      uint32_t e = __ldg((const uint32_t*)(row + dense_column(b, h)));
+      v[h] = make_float2(bf16_low(e), bf16_high(e));
+    }
+    if (b.owner() && b.tid < kOwnedRows)
+      b.s.residual[b.tid] = bf16_low(__ldg(row + b.sm * kOwnedRows + b.tid));
+  } else {
+    b.epoch--;
+#pragma unroll
+    for (int h = 0; h < kQkvPagesPerUnit; h++)
+      v[h] = wait_pair(b, kPhaseQkv, b.exchange(kXOut) + dense_column(b, h));
+    b.epoch++;
+  }
+#pragma unroll
+  for (int h = 0; h < kQkvPagesPerUnit; h++) {
+    squares += v[h].x * v[h].x + v[h].y * v[h].y;
+    dense_operands(b, h, pack_bf16x2(v[h].x * g[h].x, v[h].y * g[h].y), x[h]);
+  }
+  b.stamp<kTrace>(kPhaseQkv, 1);
+  const int u0 = first_item(kQkvUnits, b.sm), units = first_item(kQkvUnits, b.sm + 1) - u0;
+  dense_units(b, ring, units, x);
+  squares = warp_sum(squares);
+  if (b.lane == 0) b.s.squares[0][b.warp] = squares;
+  b.stamp<kTrace>(kPhaseQkv, 2);
+  team_sync<kTeam>();
+  if (b.warp < units) {  // warp u finishes unit u
+    int row = 8 * b.warp + (b.lane & 7), out = 8 * u0 + row;
+    float y = sum_partials(b.s.big, row, b.lane >> 3) * inverse_rms(b.s.squares[0]);
+    if (b.lane < 8) {
+      b.publish(kXQkv + out, y);
+      b.dump(kDumpQkv + out, y);
+    }
+  }
+  b.stamp<kTrace>(kPhaseQkv, 3);
+}
+
+}  // namespace mk

@@ -1,0 +1,335 @@
+// The whole decode step at the shape of model.h with random weights: correctness of every phase against the slow twins,
+// then speed beside the bound, then where the time goes.
+//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -I csrc/cuda -I tests/bench/ladder \
+//        -o decode tests/bench/ladder/decode.cu
+//   ./decode [context] [log2 of KV splits] [steps]
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <vector>
+#include "kernel.cuh"
+#include "reference.cuh"
+#include "bandwidth.cuh"
+
+using namespace mk;
+using namespace ladder;
+
+#define CHECK(x)                                                                            \
+  do {                                                                                      \
+    cudaError_t e_ = (x);                                                                   \
+    if (e_ != cudaSuccess) {                                                                \
+      printf("%s, line %d: %s\n", #x, __LINE__, cudaGetErrorString(e_));                    \
+      exit(1);                                                                              \
+    }                                                                                       \
+  } while (0)
+
+template <class T>
+static T* device_array(size_t n) {
+  T* p;
+  CHECK(cudaMalloc(&p, n * sizeof(T)));
+  CHECK(cudaMemset(p, 0, n * sizeof(T)));
+  return p;
+}
+template <class T>
+static std::vector<T> to_host(const T* p, size_t n) {
+  std::vector<T> v(n);
+  CHECK(cudaMemcpy(v.data(), p, n * sizeof(T), cudaMemcpyDeviceToHost));
+  return v;
+}
+
+struct Model {
+  Params p{};
+  uint8_t *dense, *head, *experts, *kv;
+  float* norms;
+  uint32_t epochs = 0;
+};
+constexpr float kRouterGain = 3.f;  // so that the eight chosen experts differ clearly in weight
+
+static Model make_model() {
+  Model m;
+  m.dense = device_array<uint8_t>(kLayers * kDenseLayerBytes);
+  m.head = device_array<uint8_t>((size_t)kVocab * kHidden * 2);
+  m.experts = device_array<uint8_t>((size_t)kLayers * kExperts * kExpertBytes);
+  m.kv = device_array<uint8_t>(kKvBytes);
+  m.norms = device_array<float>(kLayers * kNormLayer + kHidden);
+  auto* routers = device_array<uint8_t>((size_t)kLayers * kExperts * kHidden * 2);
+  auto* embedding = device_array<uint8_t>((size_t)kVocab * kHidden * 2);
+  auto* scales = device_array<float2>(kLayers * kExperts);
+  auto* rope = device_array<float2>((size_t)kMaxContext * kHeadDim / 2);
+  for (int l = 0; l < kLayers; l++) {
+    uint8_t* w = m.dense + l * kDenseLayerBytes;
+    pack_bf16<<<1056, 256>>>(w, l * kTensors + kQkv, kQkvRows, kHidden, 1.f, true);
+    pack_bf16<<<1056, 256>>>(w + kQkvBytes, l * kTensors + kOut, kHidden, kQRows, 1.f, true);
+    pack_bf16<<<1056, 256>>>(routers + (size_t)l * kExperts * kHidden * 2, l * kTensors + kRouter, kExperts, kHidden, kRouterGain, false);
+    pack_nvfp4<<<1056, 256>>>(m.experts, l, true);
+    pack_nvfp4<<<1056, 256>>>(m.experts, l, false);
+  }
+  pack_bf16<<<1056, 256>>>(m.head, kHeadTensor, kVocab, kHidden, 1.f, true);
+  pack_bf16<<<1056, 256>>>(embedding, kEmbedTensor, kVocab, kHidden, sqrtf(kHidden), false);
+  fill_norms<<<256, 256>>>(m.norms, kLayers * kNormLayer + kHidden);
+  fill_expert_scales<<<48, 256>>>(scales);
+  fill_rope<<<1056, 256>>>(rope);
+  CHECK(cudaGetLastError());
+  CHECK(cudaDeviceSynchronize());
+  m.p.dense = m.dense;
+  m.p.head = m.head;
+  m.p.experts = m.experts;
+  m.p.routers = (const uint16_t*)routers;
+  m.p.embedding = (const uint16_t*)embedding;
+  m.p.norms = m.norms;
+  m.p.expert_scales = scales;
+  m.p.rope = rope;
+  m.p.kv = m.kv;
+  m.p.exchange = device_array<uint64_t>(2 * kXWords);
+  m.p.tokens = device_array<int32_t>(kMaxContext + 1);
+  m.p.report = device_array<Report>(1);
+  m.p.trace = device_array<int64_t>((size_t)(kLayers + 1) * kPhases * kGrid * 4);
+  m.p.wait_limit_ns = 2000000000ull;
+  m.p.dense_flight = 2;
+  m.p.expert_flight = kExpertSlots;
+  return m;
+}
+
+template <bool kTrace>
+static float run(Model& m, int token, int position, int steps, int log_splits, float* dump) {
+  Params p = m.p;
+  p.first_epoch = m.epochs;
+  m.epochs += steps * kLayers;
+  p.position = position;
+  p.steps = steps;
+  p.log_splits = log_splits;
+  p.attention_stride = kGrid / (kKvHeads << log_splits);
+  p.dump = dump;
+  CHECK(cudaMemcpy(p.tokens, &token, 4, cudaMemcpyHostToDevice));
+  CHECK(cudaFuncSetAttribute(decode_kernel<kTrace>, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)sizeof(Shared)));
+  cudaEvent_t a, b;
+  CHECK(cudaEventCreate(&a));
+  CHECK(cudaEventCreate(&b));
+  uint32_t zero = 0;
+  void* args[] = {&p, &zero};
+  CHECK(cudaEventRecord(a));
+  CHECK(cudaLaunchCooperativeKernel(decode_kernel<kTrace>, kGrid, kThreads, args, sizeof(Shared), 0));
+  CHECK(cudaEventRecord(b));
+  CHECK(cudaDeviceSynchronize());
+  float ms;
+  CHECK(cudaEventElapsedTime(&ms, a, b));
+  Report r = to_host(p.report, 1)[0];
+  if (r.expired) {
+    printf("a wait expired: phase %u, SM %u, warp %u, epoch %u (first of this launch %u)\n", r.phase, r.sm, r.warp, r.epoch, p.first_epoch + 1);
+    exit(1);
+  }
+  return ms;
+}
+
+static double relative_error(const float* got, const float* want, int n) {
+  auto g = to_host(got, n), w = to_host(want, n);
+  double d = 0, s = 0;
+  for (int i = 0; i < n; i++) d += pow((double)g[i] - w[i], 2), s += pow((double)w[i], 2);
+  double e = sqrt(d / s);
+  return e == e ? e : INFINITY;
+}
+
+struct Reference {
+  float *x, *qkv, *attention, *mid, *logits, *ids, *weights, *h, *out, *scores, *head;
+};
+static Reference make_reference() {
+  return {device_array<float>(kHidden), device_array<float>(kQkvRows), device_array<float>(kQRows), device_array<float>(kHidden),
+          device_array<float>(kExperts), device_array<float>(kTopK), device_array<float>(kTopK),
+          device_array<float>(kTopK * kMoeIntermediate), device_array<float>(kHidden),
+          device_array<float>((size_t)kHeads * kMaxContext), device_array<float>(kVocab)};
+}
+// One layer. `in` and, when forced, every phase's input come from `forced` (what the kernel published); else from here.
+static void reference_layer(Model& m, Reference& r, int l, int position, const float* in, const float* forced, double* worst) {
+  const float* norm = m.norms + l * kNormLayer;
+  auto compare = [&](int phase, int offset, const float* mine, int n) {
+    if (forced) worst[phase] = std::max(worst[phase], relative_error(forced + offset, mine, n));
+    return forced ? forced + offset : mine;
+  };
+  ref_norm<<<1, 128>>>(r.x, in, norm + kNormInput, kHidden);
+  ref_matrix<<<4096, 128>>>(r.qkv, l * kTensors + kQkv, 1.f, r.x, kHidden, kQkvRows, nullptr);
+  if (forced) {
+    compare(0, kDumpQkv, r.qkv, kQkvRows);
+    CHECK(cudaMemcpy(r.qkv, forced + kDumpQkv, kQkvRows * 4, cudaMemcpyDeviceToDevice));
+  }
+  ref_rotate<<<kHeads + kKvHeads, 64>>>(r.qkv, norm + kNormQ, norm + kNormK, position);
+  ref_attention<<<kHeads, 128>>>(r.attention, r.qkv, m.kv, l, position, r.scores);
+  const float* attention = compare(1, kDumpAttention, r.attention, kQRows);
+  ref_matrix<<<4096, 128>>>(r.mid, l * kTensors + kOut, 1.f, attention, kQRows, kHidden, in);
+  const float* mid = compare(2, kDumpMid, r.mid, kHidden);
+  ref_norm<<<1, 128>>>(r.x, mid, norm + kNormPost, kHidden);
+  ref_matrix<<<4096, 128>>>(r.logits, l * kTensors + kRouter, kRouterGain, r.x, kHidden, kExperts, nullptr);
+  const float* logits = compare(3, kDumpLogits, r.logits, kExperts);
+  ref_top_k<<<1, 1>>>(r.ids, r.weights, logits);
+  compare(4, kDumpIds, r.ids, kTopK);
+  ref_pair<<<4096, 128>>>(r.h, l, r.x, r.ids);
+  const float* h = compare(5, kDumpExperts, r.h, kTopK * kMoeIntermediate);
+  ref_down<<<4096, 128>>>(r.out, l, h, r.ids, r.weights, mid);
+  compare(6, kDumpOut, r.out, kHidden);
+  CHECK(cudaGetLastError());
+}
+// Argmax of the head over hidden state `in`, and the gap to the runner-up.
+static int reference_head(Model& m, Reference& r, const float* in, float& gap) {
+  ref_norm<<<1, 128>>>(r.x, in, m.norms + kLayers * kNormLayer, kHidden);
+  ref_matrix<<<8192, 128>>>(r.head, kHeadTensor, 1.f, r.x, kHidden, kVocab, nullptr);
+  CHECK(cudaGetLastError());
+  auto v = to_host(r.head, kVocab);
+  int best = (int)(std::max_element(v.begin(), v.end()) - v.begin());
+  float top = v[best];
+  v[best] = -INFINITY;
+  gap = top - *std::max_element(v.begin(), v.end());
+  return best;
+}
+
+static bool check(Model& m, Reference& r, int context, int log_splits, int steps) {
+  fill_cache<<<1056, 256>>>(m.kv, context);
+  float* dump = device_array<float>((size_t)kLayers * kDumpLayer);
+  run<false>(m, 1234, context, steps, log_splits, dump);
+  auto tokens = to_host(m.p.tokens, steps + 1);
+  const int position = context + steps - 1;  // of the last step, the one whose record remains
+  std::vector<float> embedding(kHidden);
+  auto row = to_host(m.p.embedding + (size_t)tokens[steps - 1] * kHidden, kHidden);
+  for (int i = 0; i < kHidden; i++) {
+    uint32_t u = (uint32_t)row[i] << 16;
+    memcpy(&embedding[i], &u, 4);
+  }
+  float* x = device_array<float>(kHidden);
+  CHECK(cudaMemcpy(x, embedding.data(), kHidden * 4, cudaMemcpyHostToDevice));
+  const char* names[7] = {"qkv", "attention", "out", "router", "top-k", "gate/up", "down"};
+  const double limits[7] = {4e-3, 6e-3, 4e-3, 1e-5, 0, 6e-3, 4e-3};
+  double worst[7] = {};
+  for (int l = 0; l < kLayers; l++)
+    reference_layer(m, r, l, position, l ? dump + (l - 1) * kDumpLayer + kDumpOut : x, dump + l * kDumpLayer, worst);
+  bool ok = true;
+  printf("check: context %d, %d KV splits, step %d of %d; worst relative error of 48 layers, each phase from the kernel's own input:\n ",
+         context, 1 << log_splits, steps, steps);
+  for (int i = 0; i < 7; i++) {
+    printf(" %s %.1e", names[i], worst[i]);
+    ok = ok && worst[i] <= limits[i];
+  }
+  float gap;
+  int best = reference_head(m, r, dump + (kLayers - 1) * kDumpLayer + kDumpOut, gap);
+  printf("; head: token %d, reference %d (gap %.3f)\n", tokens[steps], best, gap);
+  ok = ok && (best == tokens[steps] || gap < 0.02f);
+  // The same step by the reference alone.
+  std::vector<float> hidden;
+  int differing = 0;
+  for (int l = 0; l < kLayers; l++) {
+    reference_layer(m, r, l, position, x, nullptr, nullptr);
+    auto a = to_host(r.ids, kTopK), b = to_host(dump + l * kDumpLayer + kDumpIds, kTopK);
+    std::sort(a.begin(), a.end());
+    std::sort(b.begin(), b.end());
+    differing += a != b;
+    CHECK(cudaMemcpy(x, r.out, kHidden * 4, cudaMemcpyDeviceToDevice));
+  }
+  best = reference_head(m, r, x, gap);
+  printf("  reference alone: hidden state differs by %.1e, expert sets differ in %d layers, token %d (gap %.3f)\n",
+         relative_error(dump + (kLayers - 1) * kDumpLayer + kDumpOut, x, kHidden), differing, best, gap);
+  // Bit-identical run to run, and the same tokens with one launch a step.
+  float* again = device_array<float>((size_t)kLayers * kDumpLayer);
+  bool identical = true;
+  for (int i = 0; i < 20; i++) {
+    fill_cache<<<1056, 256>>>(m.kv, context);
+    run<false>(m, 1234, context, steps, log_splits, again);
+    identical = identical && to_host(again, kLayers * kDumpLayer) == to_host(dump, kLayers * kDumpLayer) &&
+                to_host(m.p.tokens, steps + 1) == tokens;
+  }
+  fill_cache<<<1056, 256>>>(m.kv, context);
+  int same = 0;
+  for (int s = 0, token = 1234; s < steps; s++) {
+    run<false>(m, token, context + s, 1, log_splits, nullptr);
+    token = to_host(m.p.tokens, 2)[1];
+    same += token == tokens[s + 1];
+  }
+  printf("  20 runs %s; one launch a step: %d of %d tokens the same\n", identical ? "bit-identical" : "DIFFER", same, steps);
+  CHECK(cudaFree(dump));
+  CHECK(cudaFree(again));
+  CHECK(cudaFree(x));
+  return ok && identical && same == steps;
+}
+
+static void print_trace(Model& m, double step_ms) {
+  auto t = to_host(m.p.trace, (size_t)(kLayers + 1) * kPhases * kGrid * 4);
+  auto at = [&](int l, int ph, int sm, int i) { return (double)t[(((size_t)l * kPhases + ph) * kGrid + sm) * 4 + i]; };
+  const double cycles = at(kLayers, kPhaseToken, 0, 3) - at(0, kPhaseQkv, 0, 0), us = step_ms * 1e3 / cycles;
+  printf("trace of one step (%.0f MHz), us a layer, mean over layers 2.. and SMs: input = wait for it, math = until the last page,\n"
+         "finish = barrier, sums, publication; [least, most] over SMs of the layers' mean\n", cycles / step_ms / 1e3);
+  const char* names[kPhases] = {"qkv", "attention", "combine", "out", "router", "gate/up", "down", "head", "token"};
+  for (int ph = 0; ph < kPhases; ph++) {
+    const bool once = ph >= kPhaseHead;
+    double sum[3] = {}, low[3] = {1e9, 1e9, 1e9}, high[3] = {};
+    int sms = 0;
+    for (int sm = 0; sm < kGrid; sm++) {
+      double d[3] = {};
+      int n = 0;
+      for (int l = once ? kLayers : 2; l < (once ? kLayers + 1 : kLayers); l++) {
+        double s[4];
+        for (int i = 0; i < 4; i++) s[i] = at(l, ph, sm, i);
+        if (!s[0] || !s[3]) continue;
+        if (!s[1]) s[1] = s[0];
+        if (!s[2]) s[2] = s[1];
+        for (int i = 0; i < 3; i++) d[i] += (s[i + 1] - s[i]) * us;
+        n++;
+      }
+      if (!n) continue;
+      sms++;
+      for (int i = 0; i < 3; i++) {
+        d[i] /= n;
+        sum[i] += d[i];
+        low[i] = std::min(low[i], d[i]);
+        high[i] = std::max(high[i], d[i]);
+      }
+    }
+    if (sms)
+      printf("  %-10s %3d SMs  input %6.2f [%5.2f %6.2f]  math %6.2f [%5.2f %6.2f]  finish %6.2f [%5.2f %6.2f]\n", names[ph], sms,
+             sum[0] / sms, low[0], high[0], sum[1] / sms, low[1], high[1], sum[2] / sms, low[2], high[2]);
+  }
+}
+
+int main(int argc, char** argv) {
+  setvbuf(stdout, nullptr, _IOLBF, 0);
+  const int context = argc > 1 ? atoi(argv[1]) : 512, log_splits = argc > 2 ? atoi(argv[2]) : 3, steps = argc > 3 ? atoi(argv[3]) : 64;
+  cudaDeviceProp d;
+  CHECK(cudaGetDeviceProperties(&d, 0));
+  printf("%s, %d SMs; kernel: %zu bytes of shared memory\n", d.name, d.multiProcessorCount, sizeof(Shared));
+  int resident = 0;
+  CHECK(cudaFuncSetAttribute(decode_kernel<false>, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)sizeof(Shared)));
+  CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, decode_kernel<false>, kThreads, sizeof(Shared)));
+  if (resident * d.multiProcessorCount < kGrid) {
+    printf("needs %d resident blocks, this GPU holds %d\n", kGrid, resident * d.multiProcessorCount);
+    return 1;
+  }
+  Model m = make_model();
+  Reference r = make_reference();
+  printf("weights made\n");
+  bool ok = check(m, r, context, log_splits, 3);
+  ok = check(m, r, 37, log_splits, 2) && ok;
+  const double bandwidth = read_bandwidth(m.experts, (size_t)8 << 30);
+  const double cached = (double)kLayers * 2 * kKvRows * 2 * (context + steps / 2);
+  const double bytes = (double)kLayers * (kDenseLayerBytes + kTopK * (double)kExpertBytes + kExperts * kHidden * 2.0) +
+                       (double)kVocab * kHidden * 2 + cached;
+  if (argc > 4) {  // how many copies may be under way, and how long to pause between polls
+    for (int dense : {1, 2, 3})
+      for (uint32_t backoff : {0, 20, 100, 250, 500, 1000}) {
+        m.p.dense_flight = dense;
+        m.p.backoff_ns = backoff;
+        run<false>(m, 1234, context, steps, log_splits, nullptr);
+        printf("dense pages under way %d, pause %u ns: %.4f ms/token\n", dense, backoff,
+               run<false>(m, 1234, context, steps, log_splits, nullptr) / steps);
+        if (backoff == 0 || backoff == 250) print_trace(m, run<true>(m, 1234, context, steps, log_splits, nullptr) / steps);
+      }
+    return 0;
+  }
+  std::vector<float> ms;
+  for (int i = 0; i < 7; i++) ms.push_back(run<false>(m, 1234 + i, context, steps, log_splits, nullptr) / steps);
+  std::sort(ms.begin(), ms.end());
+  const double bound = bytes / bandwidth * 1e3;
+  printf("context %d, %d KV splits, %d steps: %.4f ms/token (min %.4f max %.4f) = %.0f tok/s; bytes %.3f GB, read bandwidth %.3f TB/s,"
+         " bound %.4f ms, %.1f%% of it\n",
+         context, 1 << log_splits, steps, ms[3], ms[0], ms[6], 1e3 / ms[3], bytes / 1e9, bandwidth / 1e12, bound, 100 * bound / ms[3]);
+  double traced = run<true>(m, 1234, context, steps, log_splits, nullptr) / steps;
+  printf("with trace %.4f ms/token; ", traced);
+  print_trace(m, traced);
+  printf(ok ? "ok\n" : "WRONG\n");
+  return !ok;
+}
