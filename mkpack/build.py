@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
+import importlib.util
 import json
 import mmap
 import os
@@ -11,7 +13,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,17 +24,19 @@ from mkpack.checkpoint import Checkpoint
 from mkpack.compile import Kernel, Unit, compile_kernels
 from mkpack.errors import UserError
 from mkpack.layout import Layout
-from mkpack.manifest import Entry, KernelEntry, Limits, Manifest, Producer, Source, WeightsEntry
+from mkpack.manifest import MANIFEST_NAME, Entry, KernelEntry, Limits, Manifest, Producer, Source, WeightsEntry
 from mkpack.native import Library, NativeModel
 from mkpack.pack import BlobWriter
-from mkpack.plan import Plan, plan
-from mkpack.spec import Format, TensorRole
+from mkpack.plan import Plan, QualityPlan, groups, plan
+from mkpack.recipe import load_recipe
+from mkpack.spec import TensorRole
 from mkpack.store import address
-from mkpack.text import Text
 
 if TYPE_CHECKING:
-    import torch
     from rich.console import Console
+
+# Name of the unit and blob of the bf16 model that the quality is measured against.
+REFERENCE = "reference"
 
 
 def build(
@@ -48,60 +52,89 @@ def build(
     output: file, or folder to hold NAME.mkpack (default: here). UserError for everything the user can mend.
     """
     start = time.monotonic()
-    say = console.print if console else (lambda *_, **__: None)
-    todo = plan(recipe_path, weights=True, progress=console is not None)
-    path = _output(todo, output)
-    checkpoint = todo.checkpoint
-    assert checkpoint is not None
-    say(f"source    {todo.source}: {len(todo.roles)} tensors, {todo.spec.family}", highlight=False, soft_wrap=True)
-    for note in _notes(todo, checkpoint):
-        say(f"note      {note}", highlight=False, soft_wrap=True)
-    digests = checkpoint.digests(expected=todo.sha256)
+
+    def say(text: str) -> None:
+        if console:
+            console.print(text, highlight=False, markup=False, soft_wrap=True)
+
     compiler = platform.compiler()
     if compiler is None:
         raise UserError(platform.no_compiler())
-    text = quality.read_text(todo.recipe.quality.text) if todo.recipe.quality else None
+    path = _output(load_recipe(recipe_path).name, output)
+    todo = plan(recipe_path, weights=True, progress=console is not None)
+    checkpoint = todo.checkpoint
+    assert checkpoint is not None
+    say(f"source    {todo.source}: {len(todo.roles)} tensors, {todo.spec.family}")
+    for note in _notes(todo, checkpoint):
+        say(f"note      {note}")
+    digests = checkpoint.digests(expected=todo.sha256)
     producer = provenance.producer(compiler)
-    key = _build_key(todo, digests, producer, text)
+    key = _build_key(todo, digests, producer)
 
-    with build_lock(path, lambda: say(f"waiting   for another build of {path}", highlight=False, soft_wrap=True)):
+    with build_lock(path, lambda: say(f"waiting   for another build of {path}")), _os_errors(path):
         clean_temporaries(path)
         if not force and _is_current(path, key):
-            say(f"current   {path} is up to date", highlight=False, soft_wrap=True)
+            say(f"current   {path} is up to date")
             return path
+        _check_libraries()
         _check_disk(todo, path)
         with _work_folder(path, keep_work) as work:
             limits = Limits(**todo.recipe.limits.model_dump())
             units = [Unit(t, t, codegen.model_header(todo.layout, limits, t)) for t in todo.targets]
-            reference = _Reference(todo, limits) if text is not None else None
-            units += reference.units if reference else []
+            if todo.quality:
+                header = codegen.model_header(todo.quality.reference, limits, todo.quality.target)
+                units.append(Unit(REFERENCE, todo.quality.target, header))
             with ThreadPoolExecutor(1) as pool:
                 # The compiler works beside the quantiser; both are done before anything is measured.
                 kernels = pool.submit(compile_kernels, units, work)
-                blobs, report = _pack(todo, checkpoint, work, reference, console)
+                blobs, report = _pack(todo, checkpoint, work, kernels, console)
                 compiled = kernels.result()
             for target in todo.targets:
-                say(f"compiled  {target} with {compiled[target].compiler}", highlight=False, soft_wrap=True)
-            if reference and text is not None:
-                report["end_to_end"] = _measure(todo, limits, blobs, compiled, reference, work, text)
-                say(f"quality   {quality.Quality(**report['end_to_end']).render()}", highlight=False, soft_wrap=True)
-            say(
-                f"quality   relative error of the weights {report['relative_error']:.4f}",
-                highlight=False,
-                soft_wrap=True,
-            )
+                say(f"compiled  {target} with {compiled[target].compiler}")
+            if todo.quality:
+                measured = _measure(todo.layout, todo.quality, limits, blobs, compiled, work)
+                report["end_to_end"] = asdict(measured)
+                say(f"quality   {measured.render()}")
+            say(f"quality   relative error of the weights {report['relative_error']:.4f}")
             _publish(path, todo, limits, digests, key, producer, blobs, compiled, report)
-    size = path.stat().st_size
-    say(f"built     {path}: {size / 1e6:.1f} MB in {time.monotonic() - start:.1f} s", highlight=False, soft_wrap=True)
+    say(f"built     {path}: {path.stat().st_size / 1e6:.1f} MB in {time.monotonic() - start:.1f} s")
     return path
 
 
-def _output(todo: Plan, output: Path | None) -> Path:
-    name = f"{todo.recipe.name}.mkpack"
-    path = Path(name) if output is None else output / name if output.is_dir() else output
-    if not path.absolute().parent.is_dir():
-        raise UserError(f"cannot write {path}: the folder {path.absolute().parent} does not exist; make it first")
-    return path.absolute() if output is None else path
+def _output(name: str, output: Path | None) -> Path:
+    path = Path.cwd() if output is None else output
+    if (path / MANIFEST_NAME).exists():
+        raise UserError(f"cannot write {path}: an unpacked artifact is in the way; choose another name")
+    if path.is_dir():
+        path = path / f"{name}.mkpack"
+    if path.is_dir():
+        raise UserError(f"cannot write {path}: a folder of that name is in the way; remove it or choose another name")
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise UserError(f"cannot write {path}: the folder {folder} does not exist; make it first")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UserError(f"cannot write {path}: no permission to write in {folder}; choose another with --output")
+    return path
+
+
+@contextlib.contextmanager
+def _os_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as e:
+        full = e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        hint = "; free some disk space or choose another folder with --output" if full else ""
+        where = f" ({e.filename})" if e.filename else ""
+        raise UserError(f"cannot build {path}: {e.strerror or e}{where}{hint}") from e
+
+
+def _check_libraries() -> None:
+    missing = [m for m in ("torch", "modelopt") if importlib.util.find_spec(m) is None]
+    if missing:
+        raise UserError(
+            f"building needs torch and nvidia-modelopt; not installed here: {', '.join(missing)}; "
+            "pip install 'mkpack[build]'"
+        )
 
 
 def _notes(todo: Plan, checkpoint: Checkpoint) -> Iterator[str]:
@@ -114,7 +147,7 @@ def _notes(todo: Plan, checkpoint: Checkpoint) -> Iterator[str]:
         yield "the head is tied to the embedding but has another precision, so the matrix is stored twice"
 
 
-def _build_key(todo: Plan, digests: dict[str, str], producer: Producer, text: str | None) -> str:
+def _build_key(todo: Plan, digests: dict[str, str], producer: Producer) -> str:
     """Everything the artifact's bytes depend on."""
     facts = {
         "recipe": todo.recipe.canonical_text(),
@@ -123,7 +156,7 @@ def _build_key(todo: Plan, digests: dict[str, str], producer: Producer, text: st
         "targets": todo.targets,
         "producer": producer.model_dump(mode="json", exclude={"commit", "dirty"}),
         "csrc": provenance.sources_digest(),
-        "text": hashlib.sha256(text.encode()).hexdigest() if text is not None else None,
+        "quality": todo.quality.tokens if todo.quality else None,
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
@@ -165,45 +198,33 @@ def _work_folder(path: Path, keep: bool) -> Iterator[Path]:
             shutil.rmtree(work, ignore_errors=True)
 
 
-class _Reference:
-    """The same model with every matrix in bf16, on one rank: what quality is measured against."""
-
-    NAME = "reference"
-
-    def __init__(self, todo: Plan, limits: Limits) -> None:
-        bf16: dict[str, Format] = dict.fromkeys(todo.layout.precision, "bf16")
-        self.layout = Layout(todo.spec, bf16, 1, todo.layout.router_format)
-        self.runs_here = next((t for t in platform.cpu_levels() if t in todo.targets), None)
-        self.units = []
-        if self.runs_here:
-            header = codegen.model_header(self.layout, limits, self.runs_here)
-            self.units.append(Unit(self.NAME, self.runs_here, header))
-
-
 def _pack(
-    todo: Plan, checkpoint: Checkpoint, work: Path, reference: _Reference | None, console: Console | None
+    todo: Plan, checkpoint: Checkpoint, work: Path, kernels: Future[dict[str, Kernel]], console: Console | None
 ) -> tuple[list[Path], dict[str, Any]]:
-    """Quantises tensor by tensor into every rank's blob. Returns the blobs and the error report."""
+    """Quantises tensor by tensor into every rank's blob. Returns the blobs and the error report.
+
+    kernels: what compiles meanwhile; when that fails, so does this, without the rest of the work.
+    """
     paths = [work / f"rank-{r}.bin" for r in range(todo.layout.tp)]
     writer = BlobWriter(todo.layout, paths)
-    plain = BlobWriter(reference.layout, [work / "reference.bin"]) if reference and reference.runs_here else None
+    plain = BlobWriter(todo.quality.reference, [work / f"{REFERENCE}.bin"]) if todo.quality else None
     errors: dict[str, quantize.ErrorStats] = {}
-    for group in _progress(list(_groups(todo.roles)), console):
-        read = [_matrix_source(checkpoint, role) for role in group]
-        shared: dict[Format, float] = {}
+    for group in _progress(list(groups(todo.roles)), console):
+        if kernels.done():
+            kernels.result()
+        read = [checkpoint.read(role.source) for role in group]
+        shared = None
         for role, tensor in zip(group, read, strict=True):
-            for fmt in _formats(todo, role):
-                scale2 = None
-                if fmt == "nvfp4" and len(group) > 1:
-                    if fmt not in shared:
-                        shared[fmt] = quantize.tensor_scale(*read, names=[r.source for r in group])
-                    scale2 = shared[fmt]
-                q = quantize.quantise(tensor, fmt, name=role.source, scale2=scale2)
+            for fmt in todo.formats(role):
+                if fmt == "nvfp4" and len(group) > 1 and shared is None:
+                    shared = quantize.tensor_scale(*read, names=[r.source for r in group])
+                q = quantize.quantise(tensor, fmt, name=role.source, scale2=shared)
                 writer.put(role.name, q, fmt)
                 if role.precision:
-                    errors.setdefault(role.name, quantize.tensor_error(q, tensor))
+                    # The second format of a tied embedding is that of the head.
+                    errors["lm_head" if role.name in errors else role.name] = quantize.tensor_error(q, tensor)
             if plain:
-                fmt = "bf16" if role.precision else reference.layout.format_of(role) if reference else "f32"
+                fmt = plain.layout.format_of(role)
                 plain.put(role.name, quantize.quantise(tensor, fmt, name=role.source), fmt)
     writer.close()
     if plain:
@@ -211,29 +232,6 @@ def _pack(
     total = sum(errors.values(), quantize.ErrorStats())
     tensors = {name: round(e.relative, 6) for name, e in errors.items()}
     return paths, {"relative_error": round(total.relative, 6), "tensors": tensors}
-
-
-def _matrix_source(checkpoint: Checkpoint, role: TensorRole) -> torch.Tensor:
-    return checkpoint.read(role.source)
-
-
-def _groups(roles: list[TensorRole]) -> Iterator[list[TensorRole]]:
-    """Neighbours that share an NVFP4 tensor scale together, all others alone."""
-    group: list[TensorRole] = []
-    for role in roles:
-        if group and (role.group is None or role.group != group[0].group):
-            yield group
-            group = []
-        group.append(role)
-    if group:
-        yield group
-
-
-def _formats(todo: Plan, role: TensorRole) -> list[Format]:
-    """Formats a tensor is stored in: one, or two for an embedding whose tied head has another precision."""
-    if role.name == "embed" and todo.spec.tie_word_embeddings and not todo.layout.tied:
-        return [todo.layout.precision["embeddings"], todo.layout.precision["lm_head"]]
-    return [todo.layout.format_of(role)]
 
 
 def _progress(groups: list[list[TensorRole]], console: Console | None) -> Iterator[list[TensorRole]]:
@@ -246,32 +244,18 @@ def _progress(groups: list[list[TensorRole]], console: Console | None) -> Iterat
 
 
 def _measure(
-    todo: Plan,
-    limits: Limits,
-    blobs: list[Path],
-    compiled: dict[str, Kernel],
-    reference: _Reference,
-    work: Path,
-    text: str,
-) -> dict[str, Any]:
-    assert todo.recipe.quality is not None and todo.checkpoint is not None
-    if reference.runs_here is None:
-        raise UserError(
-            f"quality: none of the targets {', '.join(todo.targets)} runs on this machine, so it cannot be measured "
-            "here; remove quality from the recipe or add a target of this machine"
-        )
-    tokenizer = Text({name: p.read_bytes() for name, p in _tokenizer_files(todo.checkpoint).items()})
-    tokens = quality.tokens_of(text, tokenizer, todo.recipe.quality.tokens, limits.context)
+    layout: Layout, todo: QualityPlan, limits: Limits, blobs: list[Path], compiled: dict[str, Kernel], work: Path
+) -> quality.Quality:
+    plain = [work / f"{REFERENCE}.bin"]
     with (
-        _running(compiled[reference.runs_here].path, blobs, todo.layout, limits) as model,
-        _running(compiled[reference.NAME].path, [work / "reference.bin"], reference.layout, limits) as plain,
+        _running(compiled[todo.target].path, blobs, layout, len(todo.tokens)) as model,
+        _running(compiled[REFERENCE].path, plain, todo.reference, len(todo.tokens)) as reference,
     ):
-        result = quality.measure(model, plain, tokens, limits.tokens_per_step)
-    return asdict(result)
+        return quality.measure(model, reference, todo.tokens, limits.tokens_per_step)
 
 
 @contextlib.contextmanager
-def _running(kernel: Path, blobs: list[Path], layout: Layout, limits: Limits) -> Iterator[quality.Step]:
+def _running(kernel: Path, blobs: list[Path], layout: Layout, context: int) -> Iterator[quality.Step]:
     """A step function over blobs that are not in an artifact yet."""
     import numpy as np
 
@@ -289,7 +273,7 @@ def _running(kernel: Path, blobs: list[Path], layout: Layout, limits: Limits) ->
             [address(view) for view in views],
             layout.nbytes,
             threads=platform.cores(),
-            context=limits.context,
+            context=context,
             wait_limit=30.0,
         )
         stack.callback(native.close)
@@ -300,12 +284,6 @@ def _running(kernel: Path, blobs: list[Path], layout: Layout, limits: Limits) ->
             return logits
 
         yield step
-
-
-def _tokenizer_files(checkpoint: Checkpoint) -> dict[str, Path]:
-    """Files the runtime reads to turn text into tokens and back; config.json for its stop tokens."""
-    kept = {n: p for n, p in checkpoint.aux_files().items() if not n.upper().startswith(("LICEN", "NOTICE", "README"))}
-    return {**kept, "config.json": checkpoint.folder / "config.json"}
 
 
 def _publish(
@@ -322,14 +300,13 @@ def _publish(
     checkpoint = todo.checkpoint
     assert checkpoint is not None
     layout = todo.layout
-    tokenizer = {f"tokenizer/{n}": p for n, p in _tokenizer_files(checkpoint).items()}
-    legal = {n: p for n, p in checkpoint.aux_files().items() if n.upper().startswith(("LICEN", "NOTICE"))}
+    tokenizer = {f"tokenizer/{n}": p for n, p in todo.tokenizer_files().items()}
     weights = {f"weights/rank-{r}.bin": p for r, p in enumerate(blobs)}
     kernels = {t: f"kernels/{t}.so" for t in todo.targets}
     entries: dict[str, Path | bytes] = {
         **{kernels[t]: compiled[t].path for t in todo.targets},
         **tokenizer,
-        **legal,
+        **todo.legal_files(),
         **weights,
         "recipe.yaml": todo.recipe_path,
         "report.json": (json.dumps(report, indent=1, sort_keys=True) + "\n").encode(),

@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
-from mkpack import platform, schedule
-from mkpack.checkpoint import Checkpoint
+from mkpack import platform, quality, schedule
+from mkpack.checkpoint import Checkpoint, is_aux
 from mkpack.errors import UserError, combine
 from mkpack.layout import Layout
 from mkpack.models import model_spec
 from mkpack.recipe import Recipe, load_recipe
 from mkpack.spec import Format, ModelSpec, Precision, TensorRole, tensors
+from mkpack.text import Text
 
-# Resident size of torch, modelopt and Python itself while building, before any tensor.
-IMPORTS_BYTES = 700 << 20
+# Resident size of torch, modelopt, Python and the scratch of the quantiser's threads, before any tensor.
+IMPORTS_BYTES = 620 << 20
 _DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
+_LEGAL = ("LICEN", "NOTICE")
+
+
+@dataclass(frozen=True)
+class QualityPlan:
+    """What the quality is measured on: token ids, the target that runs here, and the layout of the reference, which is
+    the same model with every matrix in bf16 on one rank."""
+
+    tokens: tuple[int, ...]
+    target: str
+    reference: Layout
 
 
 @dataclass(frozen=True)
@@ -34,6 +48,7 @@ class Plan:
     layout: Layout
     targets: tuple[str, ...]
     sha256: dict[str, str]  # digests that the hub keeps of source files
+    quality: QualityPlan | None
 
     @property
     def source(self) -> str:
@@ -46,15 +61,40 @@ class Plan:
 
     @property
     def disk_bytes(self) -> int:
-        """The blobs while they are packed, and the artifact they are copied into."""
-        reference = sum(2 * _elements(r) for r in self.roles) if self.recipe.quality else 0
+        """The blobs while they are packed, that of the reference, and the artifact that the blobs are copied into."""
+        reference = self.quality.reference.nbytes if self.quality else 0
         return 2 * self.artifact_bytes + reference + (64 << 20)
 
     @property
     def memory_bytes(self) -> int:
-        """Peak resident size: the largest tensor as read, its stored form, its tiles and row-wise scratch."""
-        largest = max(_elements(r) for r in self.roles)
-        return IMPORTS_BYTES + 3 * 4 * largest
+        """Peak resident size: tensors that are quantised together as they are read, and of the largest its stored form
+        and the three copies that turn it into tiles; besides, vectors and scales of all layers until they are written.
+        """
+        vectors = sum(s.nbytes for s in self.layout.sections if s.cols == 1) * self.layout.tp
+        return IMPORTS_BYTES + vectors + max(map(self._group_bytes, groups(self.roles)))
+
+    def _group_bytes(self, group: list[TensorRole]) -> int:
+        info = self.checkpoint.tensors if self.checkpoint else {}
+        read = sum(_elements(r) * (_DTYPE_BYTES[info[r.source].dtype] if r.source in info else 4) for r in group)
+        wide = {"f32": 4.0, "bf16": 2.0, "fp8": 1.0, "nvfp4": 0.5625}
+        largest = max(_elements(r) * wide[fmt] for r in group for fmt in self.formats(r))
+        if self.quality:
+            largest = max(largest, max(map(_elements, group)) * 2)
+        return round(read + 4 * largest)
+
+    def formats(self, role: TensorRole) -> list[Format]:
+        """Formats a tensor is stored in: one, or two for an embedding whose tied head has another precision."""
+        if role.name == "embed" and self.spec.tie_word_embeddings and not self.layout.tied:
+            return [self.layout.precision["embeddings"], self.layout.precision["lm_head"]]
+        return [self.layout.format_of(role)]
+
+    def tokenizer_files(self) -> dict[str, Path]:
+        """Files the runtime reads to turn text into tokens and back; config.json for its stop tokens."""
+        return _tokenizer_files(self.folder)
+
+    def legal_files(self) -> dict[str, Path]:
+        """Licence and notice files of the source, by name."""
+        return {n: p for n, p in _aux_files(self.folder).items() if n.upper().startswith(_LEGAL)}
 
     def bytes_by_format(self) -> dict[str, int]:
         sizes: dict[str, int] = {}
@@ -102,7 +142,7 @@ class Plan:
             "weights": ", ".join(f"{k} {v / 1e6:,.1f} MB" for k, v in self.bytes_by_format().items()),
             "artifact": f"{self.artifact_bytes / 1e6:,.1f} MB and a few MB of kernels and tokenizer",
             "disk needed": f"{self.disk_bytes / 1e6:,.1f} MB while building",
-            "peak memory": f"about {self.memory_bytes / 1e6:,.0f} MB",
+            "peak memory": f"about {self.memory_bytes / 1e6:,.0f} MB, and what the system caches of files",
             "bound": f"{per_token / 1e6:,.1f} MB read per token: at most {1e11 / per_token:,.1f} tokens/s "
             f"for every 100 GB/s of read bandwidth",
         }
@@ -119,18 +159,55 @@ def _elements(role: TensorRole) -> int:
     return n
 
 
+def groups(roles: list[TensorRole]) -> Iterator[list[TensorRole]]:
+    """Neighbours that share an NVFP4 tensor scale together, all others alone."""
+    for _, group in itertools.groupby(roles, key=lambda role: role.group or role.name):
+        yield list(group)
+
+
 def plan(recipe_path: Path, weights: bool = False, progress: bool = True) -> Plan:
-    """Reads the recipe and the checkpoint's metadata. weights: download a hub source whole (a build needs that).
+    """Reads the recipe and the checkpoint's metadata. weights: download a hub source whole (a build needs that), once
+    everything that can be checked without is.
 
     Raises UserError for everything in recipe, config or checkpoint that would stop the build.
     """
     recipe = load_recipe(recipe_path)
-    folder, commit, sha256, checkpoint = _source(recipe, weights, progress)
-    config = checkpoint.config if checkpoint else json.loads((folder / "config.json").read_bytes())
+    found = checkpoint = None
+    if recipe.source.folder:
+        checkpoint = Checkpoint.open(recipe.source.folder)
+        folder, config = checkpoint.folder, checkpoint.config
+    else:
+        from mkpack.hub import fetch_source
+
+        assert recipe.source.repo
+        found = fetch_source(recipe.source.repo, recipe.source.revision, progress=progress, weights=False)
+        folder, config = found.folder, _config(found.folder)
     spec, names = model_spec(config)
     roles = list(tensors(spec, names))
     if checkpoint:
         checkpoint.check(roles)
+    targets = _checked_targets(recipe, recipe_path, spec)
+    precision: dict[str, Format] = {p: recipe.precision_of(p) for p in get_args(Precision)}
+    try:
+        layout = Layout(spec, precision, recipe.parallel.tp, _router_format(checkpoint, roles, config))
+        tokens = _quality_tokens(recipe, folder, spec)
+    except UserError as e:
+        raise UserError(f"{recipe_path}: {e}") from e
+    if found and weights:
+        found = fetch_source(found.repo, found.commit, progress=progress)
+        checkpoint = Checkpoint.open(found.folder)
+        checkpoint.check(roles)
+        layout = Layout(spec, precision, recipe.parallel.tp, _router_format(checkpoint, roles, config))
+    measured = None
+    if tokens:
+        reference = Layout(spec, dict.fromkeys(precision, "bf16"), 1, layout.router_format)
+        measured = QualityPlan(tokens, _runs_here(targets)[0], reference)
+    commit, sha256 = (found.commit, found.sha256) if found else (None, {})
+    return Plan(recipe, recipe_path, folder, commit, checkpoint, spec, roles, layout, targets, sha256, measured)
+
+
+def _checked_targets(recipe: Recipe, recipe_path: Path, spec: ModelSpec) -> tuple[str, ...]:
+    """The targets, "native" resolved. UserError for limits and targets that this model or this machine cannot have."""
     problems = []
     if recipe.limits.context > spec.max_position_embeddings:
         problems.append(
@@ -142,27 +219,57 @@ def plan(recipe_path: Path, weights: bool = False, progress: bool = True) -> Pla
             f"targets: {', '.join(unsupported)}: this version compiles CPU targets only; "
             f"choose of {', '.join(platform.CPU_TARGETS)}, native"
         )
+    targets: tuple[str, ...] = ()
+    try:
+        targets = tuple(dict.fromkeys(platform.resolve_target(t) for t in recipe.targets))
+    except UserError as e:
+        problems.append(str(e))
+    if recipe.quality and targets and not _runs_here(targets):
+        problems.append(
+            f"quality: none of the targets {', '.join(targets)} runs on this machine, so it cannot be measured "
+            "here; remove quality from the recipe or add a target of this machine"
+        )
     if problems:
         raise combine(f"{recipe_path}", problems)
-    precision: dict[str, Format] = {p: recipe.precision_of(p) for p in get_args(Precision)}
+    return targets
+
+
+def _runs_here(targets: tuple[str, ...]) -> list[str]:
+    return [level for level in platform.cpu_levels() if level in targets]
+
+
+def _quality_tokens(recipe: Recipe, folder: Path, spec: ModelSpec) -> tuple[int, ...] | None:
+    if recipe.quality is None:
+        return None
+    text = quality.read_text(recipe.quality.text)
+    tokenizer = Text({name: path.read_bytes() for name, path in _tokenizer_files(folder).items()})
+    tokens = quality.tokens_of(text, tokenizer, recipe.quality.tokens, recipe.limits.context)
+    if max(tokens) >= spec.vocab_size:
+        raise UserError(
+            f"quality: the tokenizer gives the token {max(tokens)}, but vocab_size in config.json is "
+            f"{spec.vocab_size}; tokenizer.json belongs to another model"
+        )
+    return tuple(tokens)
+
+
+def _aux_files(folder: Path) -> dict[str, Path]:
+    return {path.name: path for path in sorted(folder.iterdir()) if is_aux(path.name) and path.is_file()}
+
+
+def _tokenizer_files(folder: Path) -> dict[str, Path]:
+    kept = {n: p for n, p in _aux_files(folder).items() if not n.upper().startswith(_LEGAL)}
+    return {**kept, "config.json": folder / "config.json"}
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    """config.json of a source whose weights are not here, so that there is no Checkpoint to ask."""
     try:
-        layout = Layout(spec, precision, recipe.parallel.tp, _router_format(checkpoint, roles, config))
-    except UserError as e:
-        raise UserError(f"{recipe_path}: {e}") from e
-    targets = tuple(dict.fromkeys(platform.resolve_target(t) for t in recipe.targets))
-    return Plan(recipe, recipe_path, folder, commit, checkpoint, spec, roles, layout, targets, sha256)
-
-
-def _source(
-    recipe: Recipe, weights: bool, progress: bool
-) -> tuple[Path, str | None, dict[str, str], Checkpoint | None]:
-    if recipe.source.folder:
-        return recipe.source.folder, None, {}, Checkpoint.open(recipe.source.folder)
-    from mkpack.hub import fetch_source
-
-    assert recipe.source.repo
-    found = fetch_source(recipe.source.repo, recipe.source.revision, progress=progress, weights=weights)
-    return found.folder, found.commit, found.sha256, Checkpoint.open(found.folder) if weights else None
+        config = json.loads((folder / "config.json").read_bytes())
+    except ValueError as e:
+        raise UserError(f"{folder / 'config.json'} is not readable as JSON: {e}") from e
+    if not isinstance(config, dict):
+        raise UserError(f"{folder / 'config.json'} is not a JSON object")
+    return config
 
 
 def _router_format(checkpoint: Checkpoint | None, roles: list[TensorRole], config: dict) -> Format:

@@ -76,7 +76,11 @@ def measure(model: Step, reference: Step, tokens: Sequence[int], chunk: int = 16
         kl += float((np.exp(p) * (p - q)).sum())
         agree += int((p.argmax(axis=1) == q.argmax(axis=1)).sum())
     n = len(tokens) - 1
-    return Quality(n, math.exp(nll / n), math.exp(reference_nll / n), kl / n, agree / n)
+    return Quality(n, _perplexity(nll / n), _perplexity(reference_nll / n), kl / n, agree / n)
+
+
+def _perplexity(nll: float) -> float:
+    return math.exp(min(nll, 700.0))  # beyond that a float is infinite, which JSON cannot say
 
 
 def _log_softmax(logits: np.ndarray) -> np.ndarray:
