@@ -13,6 +13,8 @@ static_assert(m::tokens_per_step >= 1 && m::tokens_per_step <= MK_MAX_STEP_TOKEN
 inline bool forward(State& s, int tid) {
   Local& local = s.locals[static_cast<size_t>(tid)];
   const auto done = [&](const char* phase, int layer) { return s.team.barrier(tid, phase, layer); };
+  // Read before the last barrier: after it thread 0 may be setting up the next step already.
+  const bool head = s.step.logits > 0;
   for (int i = 0; i < m::num_layers; i++) {
     qkv_phase(s, i, tid);
     if (!done("qkv", i)) return false;
@@ -40,7 +42,7 @@ inline bool forward(State& s, int tid) {
     }
     if (!done("down", i)) return false;
   }
-  if (s.step.logits == 0) return true;
+  if (!head) return true;
   head_phase(s, tid);
   return done("head", -1);
 }
