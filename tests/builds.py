@@ -1,0 +1,96 @@
+"""Recipes for tests, and what a built artifact holds, by the checkpoint's own tensor names."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import families
+import numpy as np
+import yaml
+from safetensors.torch import save_file
+
+from mkpack.artifact import Artifact, open_artifact
+from mkpack.formats import dequantise
+from mkpack.layout import Layout
+from mkpack.loader import Model
+from mkpack.models import model_spec
+from mkpack.pack import unpack
+from mkpack.spec import tensors
+
+# Short: every tiny model has max_position_embeddings 256.
+LIMITS = {"context": 128}
+
+
+def write_recipe(path: Path, checkpoint: Path, **keys: Any) -> Path:
+    """A recipe file for a checkpoint folder; `keys` replace or add top-level keys."""
+    data = {"name": "tiny", "license": "mit", "source": {"folder": str(checkpoint)}, "limits": LIMITS, **keys}
+    path.write_text(yaml.safe_dump(data), encoding="utf-8")
+    return path
+
+
+def layout_of(artifact: Artifact, *, untied: bool = False) -> Layout:
+    """The layout an artifact was packed with, made again. untied: the head of a tied model under its own name, which a
+    tied embedding stored in two precisions has too."""
+    m = artifact.manifest
+    spec = m.spec.model_copy(update={"tie_word_embeddings": False}) if untied else m.spec
+    router = next((s.format for s in m.sections if s.name.endswith(".router")), "f32")
+    layout = Layout(spec, m.precision, m.tp, router)
+    assert [(s.name, s.offset, s.nbytes) for s in layout.sections] == [(s.name, s.offset, s.nbytes) for s in m.sections]
+    return layout
+
+
+def dequantised(path: Path, checkpoint: Path) -> dict[str, np.ndarray]:
+    """float32 arrays, by checkpoint tensor name, of what the artifact stores; "lm_head.weight" always among them
+    unless the head is the embedding itself."""
+    spec, names = model_spec(json.loads((checkpoint / "config.json").read_bytes()))
+    with open_artifact(path) as artifact:
+        split = spec.tie_word_embeddings and not layout_of(artifact).tied
+        layout = layout_of(artifact, untied=split)
+        roles = list(tensors(layout.spec, names))
+        shapes = {r.name: r.shape for r in roles}
+        blobs = [np.frombuffer(artifact.read(w.path), np.uint8) for w in artifact.manifest.weights]
+        return {r.source: dequantise(unpack(layout, blobs, shapes, r.name)).copy() for r in roles}
+
+
+def oracle(path: Path, checkpoint: Path, scratch: Path) -> Any:
+    """The transformers model in float32 on the dequantised weights of an artifact."""
+    weights = dequantised(path, checkpoint)
+    config = json.loads((checkpoint / "config.json").read_bytes())
+    if config["tie_word_embeddings"] and "lm_head.weight" in weights:
+        # Two precisions of one matrix are two matrices: the oracle gets a checkpoint with a head of its own.
+        twin = scratch / "untied"
+        shutil.copytree(checkpoint, twin, ignore=shutil.ignore_patterns("*.safetensors*"))
+        state = families.checkpoint_tensors(checkpoint)
+        state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
+        save_file(state, twin / "model.safetensors", metadata={"format": "pt"})
+        (twin / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+        checkpoint = twin
+    return families.reference(checkpoint, weights)
+
+
+def generated(model: Model, prompt: Sequence[int], n: int) -> list[int]:
+    """n greedy tokens of an artifact, stop tokens not heeded."""
+    return list(model.generate_tokens(prompt, temperature=0, repetition_penalty=1, max_new_tokens=n, stop_tokens=()))
+
+
+def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
+    """The largest over positions of ||found - expected|| / ||expected||."""
+    return float((np.linalg.norm(found - expected, axis=1) / np.linalg.norm(expected, axis=1)).max())
+
+
+def assert_greedy(reference: Any, prompt: Sequence[int], tokens: Sequence[int]) -> None:
+    """The tokens are those that greedy decoding of the reference gives, ties to the lowest id.
+
+    One pass over prompt and tokens: when every token is the largest logit after those before it, then so is the whole.
+    """
+    logits = families.reference_logits(reference, [*prompt, *tokens])[len(prompt) - 1 : -1]
+    best = logits.argmax(axis=1)
+    wrong = np.flatnonzero(best != np.asarray(tokens))
+    if len(wrong):
+        i = wrong[0]
+        gap = logits[i, best[i]] - logits[i, tokens[i]]
+        raise AssertionError(f"token {i} is {tokens[i]}, expected {best[i]}, whose logit is {gap:g} larger")

@@ -1,0 +1,48 @@
+"""Checkpoint and recipe -> artifact -> tokens, held against transformers in float32 on the dequantised weights.
+
+Norm of the logits' error: the largest, over all positions, of ||found - expected|| / ||expected||.
+"""
+
+from __future__ import annotations
+
+import builds
+import families
+import numpy as np
+import pytest
+
+from mkpack.build import build
+from mkpack.loader import load
+
+NVFP4 = dict.fromkeys(("experts", "dense", "attention", "lm_head", "embeddings"), "nvfp4")
+FP8 = dict.fromkeys(NVFP4, "fp8")
+BF16 = dict.fromkeys(NVFP4, "bf16")
+
+# A case of families.CASES with options of its checkpoint and keys of its recipe. Every format meets every kind of
+# matrix, both instruction sets, both families; shapes that only the kernel sees are tested with the kernel.
+CASES = [
+    ("mixtral-plain", {}, {}),
+    ("mixtral-3-kv-heads", {}, {"quantise": NVFP4}),
+    ("mixtral-5-experts-intermediate-48", {}, {"quantise": {"experts": "fp8", "attention": "nvfp4"}}),
+    ("mixtral-tied-vocab-275", {}, {"quantise": NVFP4, "targets": ["x86-64-v3"]}),
+    ("mixtral-hidden-72-head-dim-24", {}, {"quantise": FP8, "limits": {"context": 100, "tokens_per_step": 5}}),
+    ("mixtral-sliding-window", {"dtype": "bfloat16"}, {"quantise": BF16, "targets": ["x86-64-v3"]}),
+    ("qwen3-3-kv-heads-attention-bias", {}, {"quantise": {"attention": "nvfp4", "lm_head": "fp8"}}),
+    ("qwen3-top-1-not-renormalised", {"dtype": "bfloat16"}, {"quantise": {"embeddings": "fp8"}}),
+    ("qwen3-tied-vocab-275", {}, {"quantise": {"embeddings": "fp8", "lm_head": "nvfp4"}}),
+    ("qwen3-dense-layers", {}, {"quantise": {"dense": "nvfp4", "experts": "bf16"}, "parallel": {"tp": 2}}),
+    ("qwen3-yarn", {"max_shard_size": "50KB"}, {"quantise": {**NVFP4, "attention": "fp8"}}),
+]
+
+
+@pytest.mark.parametrize(("case", "options", "keys"), CASES, ids=[case for case, _, _ in CASES])
+def test_tokens_of_an_artifact_are_those_of_transformers(tmp_path, case, options, keys):
+    checkpoint = families.make_case(tmp_path / "checkpoint", case, **options)
+    path = build(builds.write_recipe(tmp_path / "recipe.yaml", checkpoint, **keys), output=tmp_path)
+    reference = builds.oracle(path, checkpoint, tmp_path)
+    prompt = np.random.default_rng(1).integers(0, reference.config.vocab_size, 21).tolist()
+    with load(path, threads=2) as model:
+        logits = model.step(prompt, len(prompt))
+        assert builds.relative_error(logits, families.reference_logits(reference, prompt)) < 2e-3
+        tokens = builds.generated(model, prompt, 64)
+    assert len(tokens) == 64
+    builds.assert_greedy(reference, prompt, tokens)
