@@ -7,14 +7,14 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
-from mkpack import abi, codegen, formats, platform
-from mkpack.compile import Unit, compile_kernels
+from mkpack import abi, codegen, compile, formats, platform
+from mkpack.compile import Unit
 from mkpack.formats import QTensor
 from mkpack.layout import Layout
 from mkpack.manifest import Limits
@@ -147,11 +147,18 @@ class Kernels:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def path(self, layout: Layout, limits: Limits, target: str) -> Path:
+    @staticmethod
+    def of_session(factory: pytest.TempPathFactory) -> Kernels:
+        folder = factory.getbasetemp() / "kernels"
+        folder.mkdir(exist_ok=True)
+        return Kernels(folder)
+
+    def path(self, layout: Layout, limits: Limits, target: str = TARGETS[0]) -> Path:
         return self.paths([(layout, limits, target)])[0]
 
-    def paths(self, wanted: Sequence[tuple[Layout, Limits, str]]) -> list[Path]:
-        """Several at once, compiled side by side."""
+    def paths(self, wanted: Sequence[tuple[Layout, Limits, str]], fast: bool = False) -> list[Path]:
+        """Several at once, compiled side by side. fast: less optimised; every multiply-add is written out, so the
+        results are the same."""
         units = {}
         for layout, limits, target in wanted:
             header = codegen.model_header(layout, limits, target)
@@ -159,7 +166,10 @@ class Kernels:
             units[name] = Unit(name, target, header)
         missing = [u for name, u in units.items() if not (self.folder / name / "kernel.so").exists()]
         if missing:
-            compile_kernels(missing, self.folder)
+            with pytest.MonkeyPatch.context() as patch:
+                if fast:
+                    patch.setattr(compile, "CPU_FLAGS", [f.replace("-O3", "-O1") for f in compile.CPU_FLAGS])
+                compile.compile_kernels(missing, self.folder)
         return [self.folder / name / "kernel.so" for name in units]
 
 
@@ -181,9 +191,8 @@ class Model:
     tokens_per_step: int
     keep: list[Any] = field(default_factory=list)
 
-    @cached_property
-    def error(self) -> Any:
-        return lambda: self.lib.mk_last_error().decode()
+    def error(self) -> str:
+        return str(self.lib.mk_last_error().decode())
 
     def length(self) -> int:
         return int(self.lib.mk_length(self.handle))

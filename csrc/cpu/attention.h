@@ -94,6 +94,10 @@ inline void combine_chunks(State& s, int head, int t, int first, int last) {
     const int channel = head * m::head_dim + c;
     s.attention[(channel / 16 * s.step.slots + t) * 16 + channel % 16] = out[c];
   }
+  // The lanes past the last head held other tokens in steps of another size: an infinity there, times the zero weight
+  // of a padded column, would be NaN.
+  if (constexpr int used = kHeads * m::head_dim % 16; used > 0 && head == kHeads - 1)
+    for (int c = used; c < 16; c++) s.attention[((kQBlocks - 1) * s.step.slots + t) * 16 + c] = 0;
 }
 
 inline void attention_item(State& s, int layer, int kv_head, int chunk, Local& local) {

@@ -40,16 +40,16 @@ inline void choose_experts(const State& s, int t, int* experts, float* weights) 
   }
   const float total = hsum(sum);
   float chosen = 0;
+  bool taken[kExperts] = {};
   for (int k = 0; k < m::top_k; k++) {
+    // Every choice is another expert, whatever the logits: an infinite or NaN one may be all that is left.
     int best = -1;
     for (int e = 0; e < kExperts; e++)
-      if (logit[e] > -INFINITY && (best < 0 || logit[e] > logit[best])) best = e;
-    // Non-finite logits leave nothing to choose: fall back to distinct experts rather than read outside.
-    if (best < 0) best = k;
+      if (!taken[e] && (best < 0 || logit[e] > logit[best])) best = e;
+    taken[best] = true;
     experts[k] = best;
     weights[k] = p[best] / total;
     chosen += weights[k];
-    logit[best] = -INFINITY;
   }
   if (m::norm_topk_prob)
     for (int k = 0; k < m::top_k; k++) weights[k] /= chosen;

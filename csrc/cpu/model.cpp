@@ -163,8 +163,12 @@ __attribute__((visibility("default"))) int32_t mk_step(mk_model* model, const in
   if (num_logits < 0 || num_logits > count) return fail(MK_ERR_ARGUMENT, "num_logits must be 0 to the number of tokens");
   if (s.team.failed()) return fail(MK_ERR_TIMEOUT, s.team.failure());
   if (int32_t code = check_tokens(model, tokens, count)) return code;
+  const DefaultFloats floats;
   model->set_step(tokens, count, logits ? num_logits : 0);
-  s.team.run([&](int tid) { forward(s, tid); });
+  s.team.run([&](int tid) {
+    const DefaultFloats worker_floats;
+    forward(s, tid);
+  });
   if (s.team.failed()) return fail(MK_ERR_TIMEOUT, s.team.failure());
   for (int i = 0; logits && i < num_logits; i++)
     std::copy_n(s.logits.data() + int64_t{i} * kVocabTiles * 16, m::vocab_size, logits + int64_t{i} * m::vocab_size);
@@ -216,6 +220,7 @@ __attribute__((visibility("default"))) int32_t mk_generate(mk_model* model, cons
     prompt_at += n;
   };
   s.team.run([&](int tid) {
+    const DefaultFloats floats;
     for (;;) {
       if (tid == 0) next();
       if (!s.team.barrier(tid, "begin", -1, tid == 0) || !more) return;

@@ -22,25 +22,25 @@ class Sampler {
     if (r.repetition_penalty != 1.0f) penalise(logits, history, length, r.repetition_penalty);
     if (r.temperature == 0.0f) return static_cast<int>(std::max_element(logits, logits + m::vocab_size) - logits);
     candidates_.clear();
-    for (int i = 0; i < m::vocab_size; i++) candidates_.push_back({logits[i] / r.temperature, i});
+    // Relative to the highest before the division, or a tiny temperature would make infinities of them.
+    const float top = *std::max_element(logits, logits + m::vocab_size);
+    for (int i = 0; i < m::vocab_size; i++) candidates_.push_back({(logits[i] - top) / r.temperature, i});
     bool sorted = false;
     if (r.top_k > 0 && r.top_k < m::vocab_size) {
       std::nth_element(candidates_.begin(), candidates_.begin() + r.top_k - 1, candidates_.end(), before);
       candidates_.resize(static_cast<size_t>(r.top_k));
     }
-    float top = -INFINITY;
-    for (const auto& c : candidates_) top = std::max(top, c.logit);
     if (r.top_p < 1.0f) {
-      keep_nucleus(top, r.top_p);
+      keep_nucleus(r.top_p);
       sorted = true;
     }
     if (r.min_p > 0.0f) {
-      const float floor = top + std::log(r.min_p);
+      const float floor = std::log(r.min_p);
       std::erase_if(candidates_, [&](const Candidate& c) { return c.logit < floor; });
     }
     // Lowest id first unless a nucleus ordered them: the walk's order decides what a draw means.
     if (!sorted) std::sort(candidates_.begin(), candidates_.end(), [](auto& a, auto& b) { return a.token < b.token; });
-    weigh(top);
+    weigh();
     double target = draw(r.seed, static_cast<uint64_t>(position)) * total(candidates_.size());
     for (size_t i = 0; i < candidates_.size(); i++) {
       target -= weights_[i];
@@ -51,7 +51,7 @@ class Sampler {
 
  private:
   struct Candidate {
-    float logit;
+    float logit;  // over the temperature, the highest is 0
     int token;
   };
   static bool before(const Candidate& a, const Candidate& b) {
@@ -67,14 +67,14 @@ class Sampler {
     for (int i = 0; i < length; i++) seen_[static_cast<size_t>(history[i])] = 0;
   }
 
-  // weights_[i] = exp(logit_i - top)
-  void weigh(float top) {
+  // weights_[i] = exp(logit_i)
+  void weigh() {
     weights_.resize(candidates_.size());
     alignas(64) float chunk[16];
     for (size_t i = 0; i < candidates_.size(); i += 16) {
       const size_t n = std::min<size_t>(16, candidates_.size() - i);
       for (size_t j = 0; j < 16; j++) chunk[j] = j < n ? candidates_[i + j].logit : -INFINITY;
-      store(chunk, vexp(load(chunk) - set1(top)));
+      store(chunk, vexp(load(chunk)));
       for (size_t j = 0; j < n; j++) weights_[i + j] = chunk[j];
     }
   }
@@ -86,15 +86,15 @@ class Sampler {
 
   // The most likely tokens, in order, until their probability reaches top_p. Sorting the whole vocabulary would cost
   // milliseconds, so only as much of it as holds the nucleus is sorted.
-  void keep_nucleus(float top, float top_p) {
-    weigh(top);
+  void keep_nucleus(float top_p) {
+    weigh();
     const double goal = static_cast<double>(top_p) * total(candidates_.size());
     for (float depth = 8.0f;; depth *= 2) {
       auto end = std::partition(candidates_.begin(), candidates_.end(),
-                                [&](const Candidate& c) { return c.logit >= top - depth; });
+                                [&](const Candidate& c) { return c.logit >= -depth; });
       std::sort(candidates_.begin(), end, before);
       const auto n = static_cast<size_t>(end - candidates_.begin());
-      weigh(top);
+      weigh();
       double sum = 0;
       for (size_t i = 0; i < n; i++) {
         sum += weights_[i];

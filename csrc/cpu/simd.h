@@ -79,6 +79,18 @@ MK_INLINE __m256 upper(V x) { return x.b; }
 #endif
 #undef MK_EACH
 
+// Round to nearest, subnormals kept, whatever the caller's thread is set to: a scale may be subnormal while it is decoded.
+class DefaultFloats {
+ public:
+  DefaultFloats() : before_(_mm_getcsr()) { _mm_setcsr(0x1f80); }
+  ~DefaultFloats() { _mm_setcsr(before_); }
+  DefaultFloats(const DefaultFloats&) = delete;
+  DefaultFloats& operator=(const DefaultFloats&) = delete;
+
+ private:
+  const unsigned before_;
+};
+
 MK_INLINE V zero() { return set1(0.0f); }
 
 // One fixed tree on both widths: lane i with i+8, then i+4, i+2, i+1.
