@@ -5,13 +5,13 @@
 
 namespace mk {
 
-enum Phase { kPhaseQkv, kPhaseAttention, kPhaseCombine, kPhaseOut, kPhaseRouter, kPhasePair, kPhaseDown, kPhaseHead,
-             kPhaseToken, kPhases };
+enum Phase { kPhaseQkv, kPhaseAttention, kPhaseCombine, kPhaseOut, kPhaseRouter, kPhaseChoose, kPhasePair, kPhaseDown,
+             kPhaseHead, kPhaseToken, kPhases };
 
-// Filled by the first wait that expires.
+// Filled by the first SM that makes no progress for the wait limit.
 struct Report {
   uint32_t expired;  // 1 once somebody gave up
-  uint32_t phase, sm, warp, epoch;
+  uint32_t phase, sm, epoch;
 };
 
 // Everything a layer publishes, as float32, for comparison with a reference. Offsets in floats inside one layer's record.
@@ -24,27 +24,27 @@ struct Params {
   const uint8_t* dense;         // [layer] kDenseLayerBytes: QKV pages, then output projection pages
   const uint8_t* head;          // lm_head pages
   const uint8_t* experts;       // [layer][expert] kExpertBytes
-  const uint16_t* routers;      // bf16 [layer][expert][hidden]
+  const uint8_t* routers;       // [layer] kRouterBytes
   const uint16_t* embedding;    // bf16 [vocab][hidden]
   const float* norms;           // [layer] kNormLayer, then the final norm
   const float2* expert_scales;  // [layer][expert]: second-level scale of gate/up, of down
   const float2* rope;           // [position][head_dim / 2]: cosine, sine
   uint8_t* kv;                  // kKvBytes, zero where nothing was written: masked positions are multiplied by zero
-  uint64_t* exchange;           // 2 x kXWords, zero at first
+  uint64_t* exchange;           // kExchangeWords, zero at first and after a wait has expired
   int32_t* tokens;              // [steps + 1]: tokens[0] is read, the others are written
   Report* report;
-  float* dump;                  // NULL, or [layer] kDumpLayer
-  int64_t* trace;               // [layer + 1][kPhases][kGrid][4] clocks, written by the last step; unused without trace
+  float* dump;                  // NULL, or [layer] kDumpLayer; kDebug kernels only
+  int64_t* trace;               // NULL, or [layer + 1][kPhases][kGrid][4] nanoseconds, written by the last step
   uint64_t wait_limit_ns;
-  uint32_t backoff_ns;          // between two polls
   uint32_t first_epoch;         // epochs used so far in these exchange buffers: layers x steps
   int32_t position, steps;      // of tokens[0]; tokens to run
   int32_t log_splits;           // the KV cache is split in 2^log_splits shares, at most 32
   int32_t dense_flight, expert_flight;  // copies allowed under way: more does not raise the bandwidth, but delays flags
+  int32_t ahead;                // dense pages brought into L2 before their turn in the ring
   int32_t attention_stride;     // every how many SMs one computes attention: kGrid / (kKvHeads << log_splits)
 };
 
-constexpr int kDenseSlots = 8, kExpertSlots = 4;
+constexpr int kExpertSlots = 4, kDenseSlots = 8;
 constexpr int kScoreTiles = 8;  // tiles of one attention chunk: half a tile a warp
 constexpr int kScoreStride = kScoreTiles * kTile + 4;
 constexpr int kQStride = kHeadDim + 32;              // bf16; two rows then lie in different banks
@@ -64,28 +64,32 @@ struct alignas(128) Shared {
                                       // barrier a phase is enough
   uint16_t q[kGroup][kQStride], k_new[kHeadDim], v_new[kHeadDim];
   float score_max[kWarps][kGroup];
-  float squares[2][kWarps];  // sums of squares of QKV's and of the router's input
-  float router_dot[kWarps];
+  alignas(16) float squares[2][kWarps];  // sums of squares of QKV's and of the router's input
   float residual[kOwnedRows];
-  float expert_weight[2][kTopK];
+  alignas(16) float router_input[kOwnedRows];  // residual x norm weight
+  // Of the chosen experts, two layers in turn, written by the expert producer before the last gate/up page is issued.
+  float expert_logit[2][kTopK];
   int32_t expert_id[2][kTopK];
+  float2 expert_scale[2][kTopK];
   float best_value[2][kWarps];  // of the head, of the token phase: warps enter the second while others read the first
   int32_t best_row[2][kWarps];
   int32_t token;  // chosen by the last step
   int32_t quit;   // set when the consumers leave
+  int32_t expired;    // set by the watchdog
+  uint32_t progress;  // epoch x kPhases + phase of the consumers
   uint64_t dense_full[kDenseSlots], dense_empty[kDenseSlots], expert_full[kExpertSlots], expert_empty[kExpertSlots];
 };
 static_assert(kHeadChunk * 8 + 2 <= kBigStride && kQkvUnits / kGrid * 8 + 8 <= kBigStride, "partial sums need room");
 
 // One ring of shared-memory pages as its producer or one consumer warp sees it: n pages passed so far.
+template <int kSlots>
 struct Ring {
+  static_assert((kSlots & (kSlots - 1)) == 0, "slot and lap are bit fields of the page count");
   uint32_t full, empty;  // barriers of slot 0
-  uint32_t slots;        // a power of two
   uint32_t n = 0;
-  __device__ __forceinline__ uint32_t slot() const { return n & (slots - 1); }
-  __device__ __forceinline__ uint32_t lap_parity() const { return n / slots & 1; }
-  __device__ __forceinline__ void wait_full() const { mbarrier_wait(full + 8 * slot(), lap_parity()); }
-  __device__ __forceinline__ void wait_empty() const { mbarrier_wait(empty + 8 * slot(), lap_parity() ^ 1); }
+  __device__ __forceinline__ uint32_t slot() const { return n & (kSlots - 1); }
+  __device__ __forceinline__ uint32_t parity() const { return n / kSlots & 1; }
+  __device__ __forceinline__ void wait_full() const { mbarrier_wait(full + 8 * slot(), parity()); }
   // `loaded` must be or-ed from a register of every shared load of the page: the barrier's address then depends on them,
   // and the slot cannot be refilled under a load that is still under way. zero is a zero the compiler cannot see.
   __device__ __forceinline__ void release(uint32_t loaded, uint32_t zero, int lane, uint32_t count = 1) {
@@ -95,6 +99,8 @@ struct Ring {
     n++;
   }
 };
+using DenseRing = Ring<kDenseSlots>;
+using ExpertRing = Ring<kExpertSlots>;
 
 struct Block {
   const Params& p;
@@ -104,47 +110,49 @@ struct Block {
   uint32_t epoch;  // of the running layer
   int layer;
   int position;
-  bool traced;
+  bool traced;     // this step's times are kept
 
   __device__ __forceinline__ bool owner() const { return sm < kOwners; }
-  __device__ __forceinline__ uint64_t* exchange(int offset) const {
-    return p.exchange + (epoch & 1) * kXWords + offset;
+  __device__ __forceinline__ uint64_t* exchange(int offset, uint32_t back = 0) const {
+    return p.exchange + ((epoch - back) & 1) * kXWords + offset;
+  }
+  // The router sums of an epoch, kRouterParts parts; those two epochs ahead are the ones that nobody touches now.
+  __device__ __forceinline__ uint64_t* router_words(int ahead = 0) const {
+    return p.exchange + kXRouter + ((epoch + ahead) & (kRouterCopies - 1)) * kRouterParts * kExperts;
   }
   __device__ __forceinline__ void publish(int offset, uint32_t bits) const {
     store_relaxed(exchange(offset), (uint64_t)bits | (uint64_t)epoch << 32);
   }
   __device__ __forceinline__ void publish(int offset, float v) const { publish(offset, __float_as_uint(v)); }
-  __device__ __forceinline__ bool fresh(uint64_t word) const { return (uint32_t)(word >> 32) == epoch; }
+  __device__ __forceinline__ bool fresh(uint64_t word, uint32_t back = 0) const {
+    return (uint32_t)(word >> 32) == epoch - back;
+  }
+  // kDebug kernels record what they publish, and when; the others contain no trace of it.
+  template <bool kDebug>
   __device__ __forceinline__ void dump(int offset, float v) const {
-    if (p.dump) p.dump[layer * kDumpLayer + offset] = v;
+    if constexpr (kDebug)
+      if (p.dump) p.dump[layer * kDumpLayer + offset] = v;
   }
 
-  // Polls until ready(). After wait_limit_ns the first thread to give up fills the report; from then on nobody waits any
-  // more, the kernel runs through the rest of its step on whatever is there and leaves.
+  // Polls until ready(), or until the watchdog gave up: from then on nobody waits any more, the kernel runs through the
+  // rest of its step on whatever is there and leaves.
   template <class Ready>
-  __device__ __forceinline__ void wait(Phase phase, Ready&& ready) const {
-    uint64_t start = 0;
-    for (uint32_t spins = 1; !ready(); spins++) {
-      if (p.backoff_ns) __nanosleep(p.backoff_ns);
-      if (spins % 256) continue;
-      if (*(volatile uint32_t*)&p.report->expired) return;
-      uint64_t now = global_nanoseconds();
-      if (!start) start = now;
-      if (now - start < p.wait_limit_ns) continue;
-      if (atomicCAS(&p.report->expired, 0, 1) == 0) {
-        p.report->phase = phase;
-        p.report->sm = sm;
-        p.report->warp = warp;
-        p.report->epoch = epoch;
-      }
-      return;
-    }
+  __device__ __forceinline__ void wait(Ready&& ready) const {
+    while (!ready())
+      if (*(const volatile int32_t*)&s.expired) break;
+  }
+  // Told at the head of every phase: what the watchdog reports, and the sign of life it looks for.
+  __device__ __forceinline__ void enter(Phase phase) const {
+    if (tid == 0) *(volatile uint32_t*)&s.progress = epoch * kPhases + phase;
   }
 
-  template <bool kTrace>
+  // Moments of a phase: 0 entered, 1 input there, 2 last page multiplied, 3 published.
+  template <bool kDebug>
   __device__ __forceinline__ void stamp(Phase phase, int moment) const {
-    if constexpr (kTrace)
-      if (tid == 0 && traced) p.trace[(((int64_t)layer * kPhases + phase) * kGrid + sm) * 4 + moment] = clock64();
+    if (moment == 0 && phase != kPhaseChoose) enter(phase);
+    if constexpr (kDebug)
+      if (lane == 0 && (warp == 0 || phase == kPhaseChoose) && traced && p.trace)
+        p.trace[(((int64_t)layer * kPhases + phase) * kGrid + sm) * 4 + moment] = global_nanoseconds();
   }
 };
 
@@ -167,9 +175,10 @@ __device__ __forceinline__ float sum_partials(const float (&part)[kWarps][kStrid
 }
 // 1 / rms of the vector whose 16 sums of squares lie in `squares`.
 __device__ __forceinline__ float inverse_rms(const float (&squares)[kWarps]) {
-  float v = 0;
-#pragma unroll
-  for (int w = 0; w < kWarps; w++) v += squares[w];
+  const float4* s = (const float4*)squares;
+  const float4 a = s[0], b = s[1], c = s[2], d = s[3];
+  const float v = ((a.x + a.y) + (a.z + a.w) + (b.x + b.y) + (b.z + b.w)) +
+                  ((c.x + c.y) + (c.z + c.w) + (d.x + d.y) + (d.z + d.w));
   return rsqrtf(v / kHidden + kRmsEps);
 }
 

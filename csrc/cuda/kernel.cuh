@@ -9,16 +9,17 @@
 
 namespace mk {
 
-// 16 consumer warps, then a warpgroup of which one warp streams dense weights and one streams experts. The four warps
+// 16 consumer warps, then a warpgroup of which one warp streams dense weights, one
+// streams experts and one watches the time. The four warps
 // exist as a whole because registers move between roles by warpgroups: 640 x 96 at launch, then
 // 512 x 104 + 128 x 64 out of the same 61440 (asking for more than the launch took would never return).
 constexpr int kThreads = kTeam + 128;
 
-template <bool kTrace>
+template <bool kDebug>
 __global__ void __launch_bounds__(kThreads, 1) decode_kernel(__grid_constant__ const Params p, uint32_t zero) {
   extern __shared__ uint8_t raw[];
   Shared& s = *(Shared*)raw;
-  const int sm = blockIdx.x, tid = threadIdx.x, warp = tid / 32;
+  const int sm = blockIdx.x, tid = threadIdx.x, warp = __shfl_sync(~0u, tid / 32, 0);
   if (tid == 0) {
     for (int i = 0; i < kDenseSlots; i++) {
       mbarrier_init(smem_address(&s.dense_full[i]), 1);
@@ -29,7 +30,8 @@ __global__ void __launch_bounds__(kThreads, 1) decode_kernel(__grid_constant__ c
       mbarrier_init(smem_address(&s.expert_empty[i]), kWarps);
     }
     mbarrier_init_fence();
-    s.quit = 0;
+    s.quit = s.expired = 0;
+    s.progress = 0;
     s.token = p.tokens[0];
   }
   __syncthreads();
@@ -37,25 +39,26 @@ __global__ void __launch_bounds__(kThreads, 1) decode_kernel(__grid_constant__ c
   if (warp >= kWarps) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 64;");
     if (warp == kWarps && b.lane == 0) produce_dense(p, s, sm, attention_unit(p, sm));
-    if (warp == kWarps + 1) produce_experts(b);
+    if (warp == kWarps + 1) produce_experts<kDebug>(b);
+    if (warp == kWarps + 2 && b.lane == 0) watch(p, s, sm);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 104;");
-    Ring dense{smem_address(s.dense_full), smem_address(s.dense_empty), kDenseSlots};
-    Ring expert{smem_address(s.expert_full), smem_address(s.expert_empty), kExpertSlots};
+    DenseRing dense{smem_address(s.dense_full), smem_address(s.dense_empty)};
+    ExpertRing expert{smem_address(s.expert_full), smem_address(s.expert_empty)};
     for (int step = 0;; step++, b.position++) {
       b.traced = step + 1 == p.steps;
       for (b.layer = 0; b.layer < kLayers; b.layer++, b.epoch++) {
         uint4 x[4];
-        phase_qkv<kTrace>(b, dense);
-        phase_attention<kTrace>(b);
-        phase_combine<kTrace>(b);
-        phase_out<kTrace>(b, dense);
-        phase_router<kTrace>(b, x);
-        phase_pair<kTrace>(b, expert, x);
-        phase_down<kTrace>(b, expert);
+        phase_qkv<kDebug>(b, dense);
+        phase_attention<kDebug>(b);
+        phase_combine<kDebug>(b);
+        phase_out<kDebug>(b, dense);
+        phase_router<kDebug>(b, x);
+        phase_pair<kDebug>(b, expert, x);
+        phase_down<kDebug>(b, expert);
       }
-      phase_head<kTrace>(b, dense);
-      if (!phase_token<kTrace>(b, step)) break;
+      phase_head<kDebug>(b, dense);
+      if (!phase_token<kDebug>(b, step)) break;
     }
   }
 }

@@ -20,12 +20,12 @@ constexpr int kOwners = kHidden / kOwnedRows;
 
 static_assert(kHidden == kWarps * 128, "the K split of this version needs a hidden size of 2048");
 static_assert(kQRows == 4096 && kHeadDim == 128 && kGroup == 8, "attention is written for 8 query heads of 128 a KV head");
-static_assert(kOwners <= kGrid && kExperts <= kGrid && kExperts == 128, "one router row and 16 hidden rows an SM");
+static_assert(kOwners <= kGrid && kOwners < 256 && kExperts <= kGrid && kExperts * 4 == kTeam, "router");
 static_assert(kTopK == 8 && kMoeIntermediate % 128 == 0, "two warps an expert, whole chunks of 64 columns each");
 static_assert(kVocab % 8 == 0 && kMaxContext % 16 == 0 && kNormTopkProb, "not written for this model");
 
 // Item i of `items` equal work items spread over the grid: SM s owns [first(s), first(s + 1)).
-MK_HD int first_item(int items, int sm) { return (int)((int64_t)items * sm / kGrid); }
+MK_HD int first_item(int items, int sm) { return (int)((uint32_t)items * (uint32_t)sm / kGrid); }
 
 // ---- bf16 matrices -------------------------------------------------------------------------------------------------
 // A page is 8 rows x 1024 columns, 16 KB, and warp w reads columns [64 w, 64 w + 64) of it. Lane (g, t) finds row g,
@@ -42,6 +42,7 @@ MK_HD int64_t matrix_offset(int row, int column, int K) {
 }
 constexpr int kQkvUnits = kQkvRows / kPageRows, kHeadUnits = kVocab / kPageRows;
 constexpr int kQkvPagesPerUnit = kHidden / kPageColumns, kOutPagesPerUnit = kQRows / kPageColumns;
+constexpr int kOutPages = kOwnedRows / kPageRows * kOutPagesPerUnit;  // of one owner
 constexpr int64_t kQkvBytes = (int64_t)kQkvRows * kHidden * 2, kOutBytes = (int64_t)kHidden * kQRows * 2;
 constexpr int64_t kDenseLayerBytes = kQkvBytes + kOutBytes;
 
@@ -81,6 +82,12 @@ constexpr int kTokenPairUnits = kTopK * kPairUnits;  // gate/up tiles of one tok
 constexpr int kMaxPairUnits = (kTokenPairUnits + kGrid - 1) / kGrid;
 static_assert(kDownTileBytes % 16 == 0 && kPairTileBytes % 128 == 0 && 2 * kDownTileBytes <= kPairTileBytes);
 
+// ---- routers: bf16 [owner][expert][16]: the columns that one owner SM multiplies with its own hidden rows ----------------
+MK_HD int64_t router_offset(int expert, int column) {
+  return (((int64_t)(column / kOwnedRows) * kExperts + expert) * kOwnedRows + column % kOwnedRows) * 2;
+}
+constexpr int64_t kRouterBytes = (int64_t)kExperts * kHidden * 2;
+
 // ---- norms: float32, layer after layer, then the final norm ---------------------------------------------------------
 constexpr int kNormInput = 0, kNormPost = kHidden, kNormQ = 2 * kHidden, kNormK = kNormQ + kHeadDim;
 constexpr int kNormLayer = kNormK + kHeadDim;
@@ -107,10 +114,15 @@ constexpr int kXMid = 0;                            // float32: hidden after att
 constexpr int kXOut = kXMid + kHidden;              // float32: hidden after the experts
 constexpr int kXQkv = kXOut + kHidden;              // float32: q, k, v before norm and RoPE
 constexpr int kXAttention = kXQkv + kQkvRows;       // bf16 x 2: attention output
-constexpr int kXLogits = kXAttention + kQRows / 2;  // float32: router logits
-constexpr int kXExperts = kXLogits + kExperts;      // bf16 x 2: SwiGLU outputs, slot major
+constexpr int kXExperts = kXAttention + kQRows / 2;  // bf16 x 2: SwiGLU outputs, slot major
 constexpr int kXPartial = kXExperts + kTopK * kMoeIntermediate / 2;  // float32: attention partials
 constexpr int kXBest = kXPartial + kMaxUnits * kPartialWords;        // {logit}, {token} of every SM
 constexpr int kXWords = (kXBest + 2 * kGrid + 15) / 16 * 16;
+// Router logits, four copies in turn behind the two of everything else: fixed-point sums that every owner adds its part
+// to, so the order of arrival does not matter. Bits 0..7 count the owners that have added theirs. Owner s adds to part
+// s % 4: additions to one address queue up in L2, four addresses share them.
+constexpr int kRouterCopies = 4, kRouterParts = 4;
+constexpr int kXRouter = 2 * kXWords, kExchangeWords = kXRouter + kRouterCopies * kRouterParts * kExperts;
+constexpr float kRouterScale = 1073741824.f;  // 2^30: resolution 1e-9, sums up to 3e7
 
 }  // namespace mk

@@ -28,7 +28,7 @@ __device__ __forceinline__ void attention_inputs(Block& b, int kv_head, bool own
   }
   ulonglong2 va, vb;
   const uint64_t* src = b.exchange(kXQkv) + row + d;
-  b.wait(kPhaseAttention, [&] {
+  b.wait([&] {
     va = load_relaxed_2(src);
     vb = load_relaxed_2(src + 64);
     return b.fresh(va.x) && b.fresh(va.y) && b.fresh(vb.x) && b.fresh(vb.y);
@@ -95,15 +95,16 @@ __device__ __forceinline__ void patch_newest(const Block& b, int first, int newe
 #pragma unroll
     for (int i = 0; i < kScoreTiles; i++)
       if (first + i == newest) {
-        uint32_t& w = p % 4 < 2 ? r.v[i].x : r.v[i].y;
-        w = p % 2 ? (w & 0xFFFFu) | v << 16 : (w & 0xFFFF0000u) | v;
+        const uint32_t old = p % 4 < 2 ? r.v[i].x : r.v[i].y;
+        const uint32_t patched = p % 2 ? (old & 0xFFFFu) | v << 16 : (old & 0xFFFF0000u) | v;
+        r.v[i] = p % 4 < 2 ? make_uint2(patched, r.v[i].y) : make_uint2(r.v[i].x, patched);
       }
   }
 }
 
-template <bool kTrace>
+template <bool kDebug>
 __device__ __forceinline__ void phase_attention(Block& b) {
-  b.stamp<kTrace>(kPhaseAttention, 0);
+  b.stamp<kDebug>(kPhaseAttention, 0);
   const int unit = attention_unit(b.p, b.sm), log_splits = b.p.log_splits, splits = 1 << log_splits;
   if (unit < 0) return;
   const int kv_head = unit >> log_splits, split = unit & (splits - 1), g = b.lane >> 2, t = b.lane & 3;
@@ -114,7 +115,7 @@ __device__ __forceinline__ void phase_attention(Block& b) {
   TileRegisters r;
   load_tiles(b, cache, log_splits, 0, count, r);
   if (b.warp < kGroup + 2) attention_inputs(b, kv_head, owns_position);
-  b.stamp<kTrace>(kPhaseAttention, 1);
+  b.stamp<kDebug>(kPhaseAttention, 1);
   team_sync<kTeam>();
   uint4 q[4];
 #pragma unroll
@@ -160,7 +161,7 @@ __device__ __forceinline__ void phase_attention(Block& b) {
   }
   sum += __shfl_xor_sync(~0u, sum, 1);
   sum += __shfl_xor_sync(~0u, sum, 2);
-  b.stamp<kTrace>(kPhaseAttention, 2);
+  b.stamp<kDebug>(kPhaseAttention, 2);
   const int mine = kXPartial + unit * kPartialWords;
   b.publish(mine + g * kHeadDim + 8 * b.warp + 2 * t, out[0]);
   b.publish(mine + g * kHeadDim + 8 * b.warp + 2 * t + 1, out[1]);
@@ -168,25 +169,25 @@ __device__ __forceinline__ void phase_attention(Block& b) {
     b.publish(mine + kGroup * kHeadDim + 2 * g, top);
     b.publish(mine + kGroup * kHeadDim + 2 * g + 1, sum);
   }
-  b.stamp<kTrace>(kPhaseAttention, 3);
+  b.stamp<kDebug>(kPhaseAttention, 3);
 }
 
 // Every attention SM combines 1024 / splits outputs of its KV head: one thread reads two outputs of one split.
-template <bool kTrace>
+template <bool kDebug>
 __device__ __forceinline__ void phase_combine(Block& b) {
   const int unit = attention_unit(b.p, b.sm), log_splits = b.p.log_splits, splits = 1 << log_splits;
   if (unit < 0) return;
-  b.stamp<kTrace>(kPhaseCombine, 0);
+  b.stamp<kDebug>(kPhaseCombine, 0);
   const int kv_head = unit >> log_splits, from = b.tid & (splits - 1), head_row = (unit & (splits - 1)) << (10 - log_splits);
   const int o = head_row + (b.tid >> log_splits) * 2, head = o / kHeadDim;
   const uint64_t* src = b.exchange(kXPartial) + ((kv_head << log_splits) + from) * kPartialWords;
   ulonglong2 v, m;
-  b.wait(kPhaseCombine, [&] {
+  b.wait([&] {
     v = load_relaxed_2(src + o);
     m = load_relaxed_2(src + kGroup * kHeadDim + 2 * head);
     return b.fresh(v.x) && b.fresh(v.y) && b.fresh(m.x) && b.fresh(m.y);
   });
-  b.stamp<kTrace>(kPhaseCombine, 1);
+  b.stamp<kDebug>(kPhaseCombine, 1);
   float top = word_float(m.x), all = top;
   for (int i = 1; i < splits; i *= 2) all = fmaxf(all, __shfl_xor_sync(~0u, all, i));
   float f = exp2_approx(top - all), sum = word_float(m.y) * f, x = word_float(v.x) * f, y = word_float(v.y) * f;
@@ -200,10 +201,10 @@ __device__ __forceinline__ void phase_combine(Block& b) {
     x *= inverse, y *= inverse;
     const int row = kv_head * kGroup * kHeadDim + o;
     b.publish(kXAttention + row / 2, pack_bf16x2(x, y));
-    b.dump(kDumpAttention + row, x);
-    b.dump(kDumpAttention + row + 1, y);
+    b.dump<kDebug>(kDumpAttention + row, x);
+    b.dump<kDebug>(kDumpAttention + row + 1, y);
   }
-  b.stamp<kTrace>(kPhaseCombine, 3);
+  b.stamp<kDebug>(kPhaseCombine, 3);
 }
 
 }  // namespace mk

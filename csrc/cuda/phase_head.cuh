@@ -9,24 +9,23 @@ __device__ __forceinline__ void keep_best(float& v, int& row, float v2, int row2
   if (v2 > v || (v2 == v && row2 < row)) v = v2, row = row2;
 }
 
-template <bool kTrace>
-__device__ __forceinline__ void phase_head(Block& b, Ring& ring) {
-  b.stamp<kTrace>(kPhaseHead, 0);
+template <bool kDebug>
+__device__ __forceinline__ void phase_head(Block& b, DenseRing& ring) {
+  b.stamp<kDebug>(kPhaseHead, 0);
   const float* norm = b.p.norms + kLayers * kNormLayer;
   uint4 x[kQkvPagesPerUnit][2];
+  float2 v[kQkvPagesPerUnit];
   float squares = 0;
-  b.epoch--;  // the last layer's
+  wait_hidden(b, v);
 #pragma unroll
   for (int h = 0; h < kQkvPagesPerUnit; h++) {
     float2 g = __ldg((const float2*)(norm + dense_column(b, h)));
-    float2 v = wait_pair(b, kPhaseHead, b.exchange(kXOut) + dense_column(b, h));
-    squares += v.x * v.x + v.y * v.y;
-    dense_operands(b, h, pack_bf16x2(v.x * g.x, v.y * g.y), x[h]);
+    squares += v[h].x * v[h].x + v[h].y * v[h].y;
+    dense_operands(b, h, pack_bf16x2(v[h].x * g.x, v[h].y * g.y), x[h]);
   }
-  b.epoch++;
   squares = warp_sum(squares);
   if (b.lane == 0) b.s.squares[0][b.warp] = squares;
-  b.stamp<kTrace>(kPhaseHead, 1);
+  b.stamp<kDebug>(kPhaseHead, 1);
   const int u0 = first_item(kHeadUnits, b.sm), u1 = first_item(kHeadUnits, b.sm + 1);
   float best = -INFINITY, rms = 0;
   int best_row = 0;
@@ -41,7 +40,7 @@ __device__ __forceinline__ void phase_head(Block& b, Ring& ring) {
     }
     team_sync<kTeam>();  // the partial sums were read
   }
-  b.stamp<kTrace>(kPhaseHead, 2);
+  b.stamp<kDebug>(kPhaseHead, 2);
 #pragma unroll
   for (int i = 4; i; i >>= 1)
     keep_best(best, best_row, __shfl_xor_sync(~0u, best, i), __shfl_xor_sync(~0u, best_row, i));
@@ -61,19 +60,19 @@ __device__ __forceinline__ void phase_head(Block& b, Ring& ring) {
       b.publish(kXBest + 2 * b.sm + 1, (uint32_t)best_row);
     }
   }
-  b.stamp<kTrace>(kPhaseHead, 3);
+  b.stamp<kDebug>(kPhaseHead, 3);
 }
 
 // Every SM finds the same winner. Returns false when a wait of this step expired: the kernel then ends.
-template <bool kTrace>
+template <bool kDebug>
 __device__ __forceinline__ bool phase_token(Block& b, int step) {
-  b.stamp<kTrace>(kPhaseToken, 0);
+  b.stamp<kDebug>(kPhaseToken, 0);
   float best = -INFINITY;
   int best_row = 0;
   if (b.tid < kGrid) {
     ulonglong2 v;
     const uint64_t* src = b.exchange(kXBest) + 2 * b.tid;
-    b.wait(kPhaseToken, [&] {
+    b.wait([&] {
       v = load_relaxed_2(src);
       return b.fresh(v.x) && b.fresh(v.y);
     });
@@ -91,11 +90,11 @@ __device__ __forceinline__ bool phase_token(Block& b, int step) {
   if (b.tid == 0) {
     for (int w = 1; w < kWarps; w++) keep_best(best, best_row, b.s.best_value[1][w], b.s.best_row[1][w]);
     b.s.token = best_row;
-    b.s.quit = step + 1 == b.p.steps || *(volatile uint32_t*)&b.p.report->expired;
+    b.s.quit = step + 1 == b.p.steps || *(volatile int32_t*)&b.s.expired;
     if (b.sm == 0) b.p.tokens[step + 1] = best_row;
   }
   team_sync<kTeam>();
-  b.stamp<kTrace>(kPhaseToken, 3);
+  b.stamp<kDebug>(kPhaseToken, 3);
   return *(volatile int32_t*)&b.s.quit == 0;
 }
 

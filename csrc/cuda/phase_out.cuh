@@ -1,18 +1,24 @@
-// Phase 3: output projection + residual. Owner SM s computes hidden rows 16 s .. 16 s + 15 and keeps their residual in
-// shared memory for the whole step, so only the new values travel.
+// Phase 3: output projection + residual, and this SM's part of the router. Owner SM s computes hidden rows 16 s .. 16 s + 15
+// and keeps their residual in shared memory for the whole step, so only the new values travel. It multiplies them with its
+// columns of the router at once and adds the 128 partial logits to sums in L2: the logits are then complete one exchange
+// after the hidden state is, not two.
 #pragma once
 #include "phase_qkv.cuh"
 
 namespace mk {
 
-template <bool kTrace>
-__device__ __forceinline__ void phase_out(Block& b, Ring& ring) {
-  b.stamp<kTrace>(kPhaseOut, 0);
+template <bool kDebug>
+__device__ __forceinline__ void phase_out(Block& b, DenseRing& ring) {
+  b.stamp<kDebug>(kPhaseOut, 0);
   if (!b.owner()) return;
   constexpr int kUnits = kOwnedRows / kPageRows;
+  const int row = 8 * (b.warp % kUnits) + (b.lane & 7), expert = b.tid / 4, quarter = b.tid % 4;
+  const uint2 r = __ldg((const uint2*)(b.p.routers + b.layer * kRouterBytes +
+                                       router_offset(expert, b.sm * kOwnedRows + 4 * quarter)));
+  const float g = __ldg(b.p.norms + b.layer * kNormLayer + kNormPost + b.sm * kOwnedRows + row);
   uint4 x[kOutPagesPerUnit][2];
   uint64_t v[kOutPagesPerUnit];
-  b.wait(kPhaseOut, [&] {
+  b.wait([&] {
     bool ready = true;
 #pragma unroll
     for (int h = 0; h < kOutPagesPerUnit; h++) {
@@ -23,7 +29,7 @@ __device__ __forceinline__ void phase_out(Block& b, Ring& ring) {
   });
 #pragma unroll
   for (int h = 0; h < kOutPagesPerUnit; h++) dense_operands(b, h, (uint32_t)v[h], x[h]);
-  b.stamp<kTrace>(kPhaseOut, 1);
+  b.stamp<kDebug>(kPhaseOut, 1);
 #pragma unroll 1
   for (int u = 0; u < kUnits; u++) {
     float acc[2][4] = {};
@@ -41,19 +47,27 @@ __device__ __forceinline__ void phase_out(Block& b, Ring& ring) {
       out[1] = acc[0][1] + acc[1][1];
     }
   }
-  b.stamp<kTrace>(kPhaseOut, 2);
+  b.stamp<kDebug>(kPhaseOut, 2);
   team_sync<kTeam>();
   if (b.warp < kUnits) {
-    int row = 8 * b.warp + (b.lane & 7);
     float y = sum_partials(b.s.small, row, b.lane >> 3);
     if (b.lane < 8) {
       y += b.s.residual[row];
-      b.s.residual[row] = y;
       b.publish(kXMid + b.sm * kOwnedRows + row, y);
-      b.dump(kDumpMid + b.sm * kOwnedRows + row, y);
+      b.s.residual[row] = y;
+      b.s.router_input[row] = y * g;
+      b.dump<kDebug>(kDumpMid + b.sm * kOwnedRows + row, y);
     }
   }
-  b.stamp<kTrace>(kPhaseOut, 3);
+  team_sync<kTeam>();
+  const float4 in = *(const float4*)&b.s.router_input[4 * quarter];
+  float part = in.x * bf16_low(r.x) + in.y * bf16_high(r.x) + (in.z * bf16_low(r.y) + in.w * bf16_high(r.y));
+  part += __shfl_xor_sync(~0u, part, 1);
+  part += __shfl_xor_sync(~0u, part, 2);
+  part = fminf(fmaxf(part, -262144.f), 262144.f);  // 128 of these fit the fixed-point sum
+  if (quarter == 0)
+    add_relaxed(b.router_words() + b.sm % kRouterParts * kExperts + expert, (uint64_t)__float2ll_rn(part * kRouterScale) * 256 + 1);
+  b.stamp<kDebug>(kPhaseOut, 3);
 }
 
 }  // namespace mk

@@ -18,18 +18,26 @@ __device__ __forceinline__ void dense_operands(const Block& b, int h, uint32_t p
   for (int i = 0; i < 2; i++) x[i] = *(const uint4*)(slice + 16 * i + 4 * (b.lane & 3));
 }
 
-// Waits for the two words of the hidden state that lie at exchange offset `from`.
-__device__ __forceinline__ float2 wait_pair(const Block& b, Phase phase, const uint64_t* src) {
-  ulonglong2 v;
-  b.wait(phase, [&] {
-    v = load_relaxed_2(src);
-    return b.fresh(v.x) && b.fresh(v.y);
+// Waits for this lane's columns of the hidden state that the layer before left.
+__device__ __forceinline__ void wait_hidden(const Block& b, float2 (&x)[kQkvPagesPerUnit]) {
+  ulonglong2 v[kQkvPagesPerUnit];
+  const uint64_t* src = b.exchange(kXOut, 1) + dense_column(b, 0);
+  b.wait([&] {
+    bool ready = true;
+#pragma unroll
+    for (int h = 0; h < kQkvPagesPerUnit; h++) {
+      v[h] = load_relaxed_2(src + kPageColumns * h);
+      ready = ready && b.fresh(v[h].x, 1) && b.fresh(v[h].y, 1);
+    }
+    return ready;
   });
-  return make_float2(word_float(v.x), word_float(v.y));
+#pragma unroll
+  for (int h = 0; h < kQkvPagesPerUnit; h++) x[h] = make_float2(word_float(v[h].x), word_float(v[h].y));
 }
 
 // Multiplies `units` row units of 8 x 2048 with the input; sums of this warp's columns go to big[warp][8 unit + row].
-__device__ __forceinline__ void dense_units(const Block& b, Ring& ring, int units, const uint4 (&x)[kQkvPagesPerUnit][2]) {
+__device__ __forceinline__ void dense_units(const Block& b, DenseRing& ring, int units, const uint4 (&x)[kQkvPagesPerUnit][2]) {
+#pragma unroll 1
   for (int u = 0; u < units; u++) {
     float acc[2][4] = {};
 #pragma unroll
@@ -50,9 +58,9 @@ __device__ __forceinline__ void dense_units(const Block& b, Ring& ring, int unit
 
 // Reads the input of layer 0 from the embedding and of the others from the exchange, multiplied by the norm weights, not
 // yet by 1/rms. epoch - 1 is the epoch of the layer before.
-template <bool kTrace>
-__device__ __forceinline__ void phase_qkv(Block& b, Ring& ring) {
-  b.stamp<kTrace>(kPhaseQkv, 0);
+template <bool kDebug>
+__device__ __forceinline__ void phase_qkv(Block& b, DenseRing& ring) {
+  b.stamp<kDebug>(kPhaseQkv, 0);
   const float* norm = b.p.norms + b.layer * kNormLayer + kNormInput;
   uint4 x[kQkvPagesPerUnit][2];
   float2 g[kQkvPagesPerUnit], v[kQkvPagesPerUnit];
@@ -69,33 +77,32 @@ __device__ __forceinline__ void phase_qkv(Block& b, Ring& ring) {
     if (b.owner() && b.tid < kOwnedRows)
       b.s.residual[b.tid] = bf16_low(__ldg(row + b.sm * kOwnedRows + b.tid));
   } else {
-    b.epoch--;
-#pragma unroll
-    for (int h = 0; h < kQkvPagesPerUnit; h++)
-      v[h] = wait_pair(b, kPhaseQkv, b.exchange(kXOut) + dense_column(b, h));
-    b.epoch++;
+    wait_hidden(b, v);
   }
 #pragma unroll
   for (int h = 0; h < kQkvPagesPerUnit; h++) {
     squares += v[h].x * v[h].x + v[h].y * v[h].y;
     dense_operands(b, h, pack_bf16x2(v[h].x * g[h].x, v[h].y * g[h].y), x[h]);
   }
-  b.stamp<kTrace>(kPhaseQkv, 1);
+  b.stamp<kDebug>(kPhaseQkv, 1);
+  // This input proves that every SM has read the router sums of the layer before; those of two layers ago are cleared for
+  // use two layers on, which leaves more than a layer of time on both sides.
+  if (b.sm < kExperts && b.tid < kRouterParts) store_relaxed(b.router_words(2) + b.tid * kExperts + b.sm, 0);
   const int u0 = first_item(kQkvUnits, b.sm), units = first_item(kQkvUnits, b.sm + 1) - u0;
   dense_units(b, ring, units, x);
   squares = warp_sum(squares);
   if (b.lane == 0) b.s.squares[0][b.warp] = squares;
-  b.stamp<kTrace>(kPhaseQkv, 2);
+  b.stamp<kDebug>(kPhaseQkv, 2);
   team_sync<kTeam>();
   if (b.warp < units) {  // warp u finishes unit u
     int row = 8 * b.warp + (b.lane & 7), out = 8 * u0 + row;
     float y = sum_partials(b.s.big, row, b.lane >> 3) * inverse_rms(b.s.squares[0]);
     if (b.lane < 8) {
       b.publish(kXQkv + out, y);
-      b.dump(kDumpQkv + out, y);
+      b.dump<kDebug>(kDumpQkv + out, y);
     }
   }
-  b.stamp<kTrace>(kPhaseQkv, 3);
+  b.stamp<kDebug>(kPhaseQkv, 3);
 }
 
 }  // namespace mk

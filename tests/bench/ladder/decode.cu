@@ -59,14 +59,14 @@ static Model make_model() {
   auto* rope = device_array<float2>((size_t)kMaxContext * kHeadDim / 2);
   for (int l = 0; l < kLayers; l++) {
     uint8_t* w = m.dense + l * kDenseLayerBytes;
-    pack_bf16<<<1056, 256>>>(w, l * kTensors + kQkv, kQkvRows, kHidden, 1.f, true);
-    pack_bf16<<<1056, 256>>>(w + kQkvBytes, l * kTensors + kOut, kHidden, kQRows, 1.f, true);
-    pack_bf16<<<1056, 256>>>(routers + (size_t)l * kExperts * kHidden * 2, l * kTensors + kRouter, kExperts, kHidden, kRouterGain, false);
+    pack_bf16<<<1056, 256>>>(w, l * kTensors + kQkv, kQkvRows, kHidden, 1.f, 1);
+    pack_bf16<<<1056, 256>>>(w + kQkvBytes, l * kTensors + kOut, kHidden, kQRows, 1.f, 1);
+    pack_bf16<<<1056, 256>>>(routers + (size_t)l * kExperts * kHidden * 2, l * kTensors + kRouter, kExperts, kHidden, kRouterGain, 2);
     pack_nvfp4<<<1056, 256>>>(m.experts, l, true);
     pack_nvfp4<<<1056, 256>>>(m.experts, l, false);
   }
-  pack_bf16<<<1056, 256>>>(m.head, kHeadTensor, kVocab, kHidden, 1.f, true);
-  pack_bf16<<<1056, 256>>>(embedding, kEmbedTensor, kVocab, kHidden, sqrtf(kHidden), false);
+  pack_bf16<<<1056, 256>>>(m.head, kHeadTensor, kVocab, kHidden, 1.f, 1);
+  pack_bf16<<<1056, 256>>>(embedding, kEmbedTensor, kVocab, kHidden, sqrtf(kHidden), 0);
   fill_norms<<<256, 256>>>(m.norms, kLayers * kNormLayer + kHidden);
   fill_expert_scales<<<48, 256>>>(scales);
   fill_rope<<<1056, 256>>>(rope);
@@ -75,13 +75,13 @@ static Model make_model() {
   m.p.dense = m.dense;
   m.p.head = m.head;
   m.p.experts = m.experts;
-  m.p.routers = (const uint16_t*)routers;
+  m.p.routers = routers;
   m.p.embedding = (const uint16_t*)embedding;
   m.p.norms = m.norms;
   m.p.expert_scales = scales;
   m.p.rope = rope;
   m.p.kv = m.kv;
-  m.p.exchange = device_array<uint64_t>(2 * kXWords);
+  m.p.exchange = device_array<uint64_t>(kExchangeWords);
   m.p.tokens = device_array<int32_t>(kMaxContext + 1);
   m.p.report = device_array<Report>(1);
   m.p.trace = device_array<int64_t>((size_t)(kLayers + 1) * kPhases * kGrid * 4);
@@ -91,7 +91,7 @@ static Model make_model() {
   return m;
 }
 
-template <bool kTrace>
+template <bool kDebug>
 static float run(Model& m, int token, int position, int steps, int log_splits, float* dump) {
   Params p = m.p;
   p.first_epoch = m.epochs;
@@ -102,21 +102,21 @@ static float run(Model& m, int token, int position, int steps, int log_splits, f
   p.attention_stride = kGrid / (kKvHeads << log_splits);
   p.dump = dump;
   CHECK(cudaMemcpy(p.tokens, &token, 4, cudaMemcpyHostToDevice));
-  CHECK(cudaFuncSetAttribute(decode_kernel<kTrace>, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)sizeof(Shared)));
+  CHECK(cudaFuncSetAttribute(decode_kernel<kDebug>, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)sizeof(Shared)));
   cudaEvent_t a, b;
   CHECK(cudaEventCreate(&a));
   CHECK(cudaEventCreate(&b));
   uint32_t zero = 0;
   void* args[] = {&p, &zero};
   CHECK(cudaEventRecord(a));
-  CHECK(cudaLaunchCooperativeKernel(decode_kernel<kTrace>, kGrid, kThreads, args, sizeof(Shared), 0));
+  CHECK(cudaLaunchCooperativeKernel(decode_kernel<kDebug>, kGrid, kThreads, args, sizeof(Shared), 0));
   CHECK(cudaEventRecord(b));
   CHECK(cudaDeviceSynchronize());
   float ms;
   CHECK(cudaEventElapsedTime(&ms, a, b));
   Report r = to_host(p.report, 1)[0];
   if (r.expired) {
-    printf("a wait expired: phase %u, SM %u, warp %u, epoch %u (first of this launch %u)\n", r.phase, r.sm, r.warp, r.epoch, p.first_epoch + 1);
+    printf("no progress: phase %u, SM %u, epoch %u (first of this launch %u)\n", r.phase, r.sm, r.epoch, p.first_epoch + 1);
     exit(1);
   }
   return ms;
@@ -157,10 +157,11 @@ static void reference_layer(Model& m, Reference& r, int l, int position, const f
   const float* attention = compare(1, kDumpAttention, r.attention, kQRows);
   ref_matrix<<<4096, 128>>>(r.mid, l * kTensors + kOut, 1.f, attention, kQRows, kHidden, in);
   const float* mid = compare(2, kDumpMid, r.mid, kHidden);
-  ref_norm<<<1, 128>>>(r.x, mid, norm + kNormPost, kHidden);
+  ref_norm<<<1, 128>>>(r.x, mid, norm + kNormPost, kHidden, false);
   ref_matrix<<<4096, 128>>>(r.logits, l * kTensors + kRouter, kRouterGain, r.x, kHidden, kExperts, nullptr);
   const float* logits = compare(3, kDumpLogits, r.logits, kExperts);
-  ref_top_k<<<1, 1>>>(r.ids, r.weights, logits);
+  ref_norm<<<1, 128>>>(r.x, mid, norm + kNormPost, kHidden);
+  ref_top_k<<<1, 1>>>(r.ids, r.weights, logits, mid);
   compare(4, kDumpIds, r.ids, kTopK);
   ref_pair<<<4096, 128>>>(r.h, l, r.x, r.ids);
   const float* h = compare(5, kDumpExperts, r.h, kTopK * kMoeIntermediate);
@@ -184,7 +185,7 @@ static int reference_head(Model& m, Reference& r, const float* in, float& gap) {
 static bool check(Model& m, Reference& r, int context, int log_splits, int steps) {
   fill_cache<<<1056, 256>>>(m.kv, context);
   float* dump = device_array<float>((size_t)kLayers * kDumpLayer);
-  run<false>(m, 1234, context, steps, log_splits, dump);
+  run<true>(m, 1234, context, steps, log_splits, dump);
   auto tokens = to_host(m.p.tokens, steps + 1);
   const int position = context + steps - 1;  // of the last step, the one whose record remains
   std::vector<float> embedding(kHidden);
@@ -230,7 +231,7 @@ static bool check(Model& m, Reference& r, int context, int log_splits, int steps
   bool identical = true;
   for (int i = 0; i < 20; i++) {
     fill_cache<<<1056, 256>>>(m.kv, context);
-    run<false>(m, 1234, context, steps, log_splits, again);
+    run<true>(m, 1234, context, steps, log_splits, again);
     identical = identical && to_host(again, kLayers * kDumpLayer) == to_host(dump, kLayers * kDumpLayer) &&
                 to_host(m.p.tokens, steps + 1) == tokens;
   }
@@ -248,42 +249,34 @@ static bool check(Model& m, Reference& r, int context, int log_splits, int steps
   return ok && identical && same == steps;
 }
 
-static void print_trace(Model& m, double step_ms) {
+// Where a layer's time goes: for every moment of every phase the time at which the first and the last SM reached it,
+// counted from the moment the last SM published the layer before, mean over layers 2 .. 47.
+static void print_trace(Model& m) {
   auto t = to_host(m.p.trace, (size_t)(kLayers + 1) * kPhases * kGrid * 4);
   auto at = [&](int l, int ph, int sm, int i) { return (double)t[(((size_t)l * kPhases + ph) * kGrid + sm) * 4 + i]; };
-  const double cycles = at(kLayers, kPhaseToken, 0, 3) - at(0, kPhaseQkv, 0, 0), us = step_ms * 1e3 / cycles;
-  printf("trace of one step (%.0f MHz), us a layer, mean over layers 2.. and SMs: input = wait for it, math = until the last page,\n"
-         "finish = barrier, sums, publication; [least, most] over SMs of the layers' mean\n", cycles / step_ms / 1e3);
-  const char* names[kPhases] = {"qkv", "attention", "combine", "out", "router", "gate/up", "down", "head", "token"};
-  for (int ph = 0; ph < kPhases; ph++) {
-    const bool once = ph >= kPhaseHead;
-    double sum[3] = {}, low[3] = {1e9, 1e9, 1e9}, high[3] = {};
-    int sms = 0;
-    for (int sm = 0; sm < kGrid; sm++) {
-      double d[3] = {};
-      int n = 0;
-      for (int l = once ? kLayers : 2; l < (once ? kLayers + 1 : kLayers); l++) {
-        double s[4];
-        for (int i = 0; i < 4; i++) s[i] = at(l, ph, sm, i);
-        if (!s[0] || !s[3]) continue;
-        if (!s[1]) s[1] = s[0];
-        if (!s[2]) s[2] = s[1];
-        for (int i = 0; i < 3; i++) d[i] += (s[i + 1] - s[i]) * us;
-        n++;
+  auto edge = [&](int l, int ph, int i, bool last) {
+    double v = 0;
+    for (int sm = 0; sm < kGrid; sm++)
+      if (at(l, ph, sm, i) && at(l, ph, sm, 3)) v = v == 0 ? at(l, ph, sm, i) : last ? std::max(v, at(l, ph, sm, i)) : std::min(v, at(l, ph, sm, i));
+    return v;
+  };
+  const char* names[kPhases] = {"qkv", "attention", "combine", "out", "router", "choose", "gate/up", "down", "head", "token"};
+  printf("us after the layer before was published, [first, last] SM, mean over layers:\n");
+  for (int ph = 0; ph <= kPhaseDown; ph++) {
+    printf("  %-10s", names[ph]);
+    const char* moments[4] = {"entered", "input", "last page", "published"};
+    for (int i = 0; i < 4; i++) {
+      double first = 0, last = 0;
+      for (int l = 2; l < kLayers; l++) {
+        double from = edge(l - 1, kPhaseDown, 3, true);
+        first += (edge(l, ph, i, false) - from) / 1e3;
+        last += (edge(l, ph, i, true) - from) / 1e3;
       }
-      if (!n) continue;
-      sms++;
-      for (int i = 0; i < 3; i++) {
-        d[i] /= n;
-        sum[i] += d[i];
-        low[i] = std::min(low[i], d[i]);
-        high[i] = std::max(high[i], d[i]);
-      }
+      if (edge(5, ph, i, true)) printf("  %s [%5.2f %5.2f]", moments[i], first / (kLayers - 2), last / (kLayers - 2));
     }
-    if (sms)
-      printf("  %-10s %3d SMs  input %6.2f [%5.2f %6.2f]  math %6.2f [%5.2f %6.2f]  finish %6.2f [%5.2f %6.2f]\n", names[ph], sms,
-             sum[0] / sms, low[0], high[0], sum[1] / sms, low[1], high[1], sum[2] / sms, low[2], high[2]);
+    printf("\n");
   }
+  printf("  head and token: %.1f us after the last layer\n", (edge(kLayers, kPhaseToken, 3, true) - edge(kLayers - 1, kPhaseDown, 3, true)) / 1e3);
 }
 
 int main(int argc, char** argv) {
@@ -308,16 +301,16 @@ int main(int argc, char** argv) {
   const double cached = (double)kLayers * 2 * kKvRows * 2 * (context + steps / 2);
   const double bytes = (double)kLayers * (kDenseLayerBytes + kTopK * (double)kExpertBytes + kExperts * kHidden * 2.0) +
                        (double)kVocab * kHidden * 2 + cached;
-  if (argc > 4) {  // how many copies may be under way, and how long to pause between polls
-    for (int dense : {1, 2, 3})
-      for (uint32_t backoff : {0, 20, 100, 250, 500, 1000}) {
-        m.p.dense_flight = dense;
-        m.p.backoff_ns = backoff;
-        run<false>(m, 1234, context, steps, log_splits, nullptr);
-        printf("dense pages under way %d, pause %u ns: %.4f ms/token\n", dense, backoff,
-               run<false>(m, 1234, context, steps, log_splits, nullptr) / steps);
-        if (backoff == 0 || backoff == 250) print_trace(m, run<true>(m, 1234, context, steps, log_splits, nullptr) / steps);
-      }
+  if (argc > 4) {  // how many copies may be under way, how many shares the cache has
+    for (int splits = 2; splits <= 5; splits++)
+      for (int dense = 1; dense <= 4; dense++)
+        for (int expert : {2, 4}) {
+          m.p.dense_flight = dense;
+          m.p.expert_flight = expert;
+          run<false>(m, 1234, context, steps, splits, nullptr);
+          printf("KV splits %d, dense pages under way %d, expert pages %d: %.4f ms/token\n", 1 << splits, dense, expert,
+                 run<false>(m, 1234, context, steps, splits, nullptr) / steps);
+        }
     return 0;
   }
   std::vector<float> ms;
@@ -329,7 +322,7 @@ int main(int argc, char** argv) {
          context, 1 << log_splits, steps, ms[3], ms[0], ms[6], 1e3 / ms[3], bytes / 1e9, bandwidth / 1e12, bound, 100 * bound / ms[3]);
   double traced = run<true>(m, 1234, context, steps, log_splits, nullptr) / steps;
   printf("with trace %.4f ms/token; ", traced);
-  print_trace(m, traced);
+  print_trace(m);
   printf(ok ? "ok\n" : "WRONG\n");
   return !ok;
 }

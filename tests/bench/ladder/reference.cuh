@@ -15,11 +15,12 @@ __device__ inline double block_sum(double v) {
 }
 __device__ inline float bf16_value(uint16_t v) { return __uint_as_float((uint32_t)v << 16); }
 
-// y = x / rms(x) * weight; one block
-__global__ void ref_norm(float* y, const float* x, const float* weight, int n) {
+// y = x / rms(x) * weight, or only x * weight; one block
+__global__ void ref_norm(float* y, const float* x, const float* weight, int n, bool normalise = true) {
   double s = 0;
   for (int i = threadIdx.x; i < n; i += blockDim.x) s += (double)x[i] * x[i];
   double r = 1.0 / sqrt(block_sum(s) / n + kRmsEps);
+  if (!normalise) r = 1;
   for (int i = threadIdx.x; i < n; i += blockDim.x) y[i] = (float)(x[i] * r * weight[i]);
 }
 // y[row] = w[row] . x (+ residual[row])
@@ -71,7 +72,10 @@ __global__ void ref_attention(float* out, const float* qkv, const uint8_t* kv, i
   out[head * kHeadDim + threadIdx.x] = (float)(o / sum);
 }
 // One thread: the eight largest logits (ties to the lower expert) and softmax weights over them.
-__global__ void ref_top_k(float* ids, float* weights, const float* logits) {
+__global__ void ref_top_k(float* ids, float* weights, const float* logits, const float* x) {
+  double squares = 0;  // the logits still lack 1 / rms of x
+  for (int i = 0; i < kHidden; i++) squares += (double)x[i] * x[i];
+  const float r = (float)(1.0 / sqrt(squares / kHidden + kRmsEps));
   bool used[kExperts] = {};
   double sum = 0;
   for (int k = 0; k < kTopK; k++) {
@@ -80,7 +84,7 @@ __global__ void ref_top_k(float* ids, float* weights, const float* logits) {
       if (!used[e] && (best < 0 || logits[e] > logits[best])) best = e;
     used[best] = true;
     ids[k] = best;
-    weights[k] = expf(logits[best] - logits[(int)ids[0]]);
+    weights[k] = expf((logits[best] - logits[(int)ids[0]]) * r);
     sum += weights[k];
   }
   for (int k = 0; k < kTopK; k++) weights[k] /= (float)sum;
