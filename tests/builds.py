@@ -10,6 +10,7 @@ from typing import Any
 
 import families
 import numpy as np
+import torch
 import yaml
 from safetensors.torch import save_file
 
@@ -58,6 +59,7 @@ def dequantised(path: Path, checkpoint: Path) -> dict[str, np.ndarray]:
 
 def oracle(path: Path, checkpoint: Path, scratch: Path) -> Any:
     """The transformers model in float32 on the dequantised weights of an artifact."""
+    torch.set_num_threads(1)  # several wait for each other, spinning, as soon as the machine has other work
     weights = dequantised(path, checkpoint)
     config = json.loads((checkpoint / "config.json").read_bytes())
     if config["tie_word_embeddings"] and "lm_head.weight" in weights:
@@ -82,15 +84,16 @@ def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
     return float((np.linalg.norm(found - expected, axis=1) / np.linalg.norm(expected, axis=1)).max())
 
 
-def assert_greedy(reference: Any, prompt: Sequence[int], tokens: Sequence[int]) -> None:
-    """The tokens are those that greedy decoding of the reference gives, ties to the lowest id.
+def assert_greedy(logits: np.ndarray, prompt: Sequence[int], tokens: Sequence[int]) -> None:
+    """The tokens are those that greedy decoding of a model gives, ties to the lowest id.
 
-    One pass over prompt and tokens: when every token is the largest logit after those before it, then so is the whole.
+    logits: the model's for prompt + tokens, of one pass: when every token is the largest after those before it, then
+    the whole is what choosing one by one gives.
     """
-    logits = families.reference_logits(reference, [*prompt, *tokens])[len(prompt) - 1 : -1]
-    best = logits.argmax(axis=1)
+    chosen = logits[len(prompt) - 1 :][: len(tokens)]
+    best = chosen.argmax(axis=1)
     wrong = np.flatnonzero(best != np.asarray(tokens))
     if len(wrong):
         i = wrong[0]
-        gap = logits[i, best[i]] - logits[i, tokens[i]]
+        gap = chosen[i, best[i]] - chosen[i, tokens[i]]
         raise AssertionError(f"token {i} is {tokens[i]}, expected {best[i]}, whose logit is {gap:g} larger")
