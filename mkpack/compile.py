@@ -70,6 +70,8 @@ def _rule(unit: Unit, compiler: platform.Compiler, folder: Path) -> str:
         f"-ffile-prefix-map={generated}=generated",
         f"-I{csrc}",
         f"-I{generated}",
+        "-Xlinker",
+        f"--version-script={csrc / 'exports.map'}",
     ]
     if unit.target == "x86-64-v4":
         flags.append("-mprefer-vector-width=512")

@@ -64,7 +64,7 @@ def phase_bytes(spec: ModelSpec, phase: Phase, tokens: int = 1, position: int = 
     if phase.name == "attention":
         assert phase.layer is not None
         window = spec.layers[phase.layer].sliding_window
-        seen = position if window is None else min(position, window)
+        seen = position if window is None else min(position, window - 1)  # a window counts the token itself
         return phase.nbytes + 2 * seen * spec.kv_size * KV_BYTES
     if phase.routed:
         assert spec.moe is not None

@@ -356,6 +356,17 @@ def test_threads_by_default_and_their_end(kernel, blobs):
     assert count() == before
 
 
+def test_a_closed_kernel_is_unloaded(tmp_path, blobs, kernel):
+    def mapped() -> int:
+        return open("/proc/self/maps").read().count("mkpack-kernel")
+
+    before = mapped()
+    with running(kernel, LAYOUT, LIMITS, blobs) as model:
+        assert mapped() > before
+        assert len(model.generate(PROMPT).tokens) == 8
+    assert mapped() == before
+
+
 def test_a_wait_that_takes_too_long_is_given_up(kernel, blobs):
     """More threads than cores and no patience: an error that names who waited for whom, and a process that lives."""
     with running(kernel, LAYOUT, LIMITS, blobs, threads=8, wait_limit_s=1e-9) as model:
@@ -418,7 +429,9 @@ int main(int, char** argv) {
   const mk_options options{blobs, static_cast<uint64_t>(size), 1, 3, 0, 0, 60.0};
   counting = true;
   if (get<decltype(mk_create)>(lib, "mk_create")(&options, &model)) return 5;
+  counting = false;
   printf("%d", count.exchange(0) > 0);  // it does count
+  counting = true;
   static float logits[1 << 16];
   int32_t prompt[40];
   for (int i = 0; i < 40; i++) prompt[i] = i * 7 % 67;
