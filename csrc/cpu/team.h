@@ -1,7 +1,10 @@
 // The threads that live as long as the model, and the barrier they meet at.
 #pragma once
 #include <immintrin.h>
+#include <linux/futex.h>
 #include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -41,12 +44,13 @@ class Team {
     {
       std::lock_guard lock(mutex_);
       job_ = &job;
-      done_.store(0, std::memory_order_relaxed);
+      done_.value.store(0, std::memory_order_relaxed);
       job_number_.fetch_add(1, std::memory_order_release);
     }
     wake_.notify_all();
     job(0);
-    for (int spins = 0; done_.load(std::memory_order_acquire) != n_ - 1; spins++) relax(spins);
+    for (uint32_t done; (done = done_.value.load(std::memory_order_acquire)) != static_cast<uint32_t>(n_) - 1;)
+      done_.wait_while(done);
   }
 
   // Returns false when the wait was given up, here or by another thread: then leave the job. `limited` is false where
@@ -56,24 +60,23 @@ class Team {
     arrivals_[tid].count.store(mine, std::memory_order_relaxed);
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) == static_cast<uint32_t>(n_) - 1) {
       arrived_.store(0, std::memory_order_relaxed);
-      epoch_.fetch_add(1, std::memory_order_release);
+      epoch_.add();
       return !failed();
     }
     using clock = std::chrono::steady_clock;
     double waited = 0;
-    clock::time_point last{};
-    for (int spins = 0; static_cast<int32_t>(epoch_.load(std::memory_order_acquire) - mine) < 0; spins++) {
+    for (auto last = clock::time_point{}; epoch_.value.load(std::memory_order_acquire) == mine - 1;) {
       if (failed()) return false;
-      relax(spins);
-      if (!limited || spins < kSpins || spins % 64) continue;
-      // Time this thread did not run (a stopped process, a suspended machine) must not count as waiting.
-      const auto now = clock::now();
-      if (last != clock::time_point{}) waited += std::min(0.05, std::chrono::duration<double>(now - last).count());
-      last = now;
-      if (waited > limit_s_) {
-        give_up(tid, mine, phase, layer);
-        return false;
+      if (limited && last != clock::time_point{}) {
+        // Time this thread did not run (a stopped process, a suspended machine) must not count as waiting.
+        waited += std::min(2e-9 * Word::kSleepNs, std::chrono::duration<double>(clock::now() - last).count());
+        if (waited > limit_s_) {
+          give_up(tid, mine, phase, layer);
+          return false;
+        }
       }
+      last = clock::now();
+      epoch_.wait_while(mine - 1);
     }
     return !failed();
   }
@@ -87,13 +90,31 @@ class Team {
   struct alignas(64) Arrivals {
     std::atomic<uint32_t> count{0};
   };
-  static constexpr int kSpins = 4096;
 
-  // Spin briefly, then let others have the core: on a busy machine the thread we wait for may need it.
-  static void relax(int spins) {
-    if (spins < kSpins) _mm_pause();
-    else sched_yield();
-  }
+  // A counter that threads wait on: spinning first, since phases are short, then asleep, so that on a busy machine the
+  // thread that is waited for gets the core.
+  struct alignas(64) Word {
+    std::atomic<uint32_t> value{0};
+    std::atomic<uint32_t> sleepers{0};
+    static constexpr int kSpins = 4096;
+    static constexpr long kSleepNs = 20'000'000;
+
+    void add() {
+      value.fetch_add(1, std::memory_order_seq_cst);
+      if (sleepers.load(std::memory_order_seq_cst)) syscall(SYS_futex, &value, FUTEX_WAKE_PRIVATE, 1 << 30, nullptr, nullptr, 0);
+    }
+    // Returns when `value` is no longer `old`, or after about kSleepNs.
+    void wait_while(uint32_t old) {
+      for (int spins = 0; spins < kSpins; spins++) {
+        if (value.load(std::memory_order_acquire) != old) return;
+        _mm_pause();
+      }
+      const timespec limit{0, kSleepNs};
+      sleepers.fetch_add(1, std::memory_order_seq_cst);
+      syscall(SYS_futex, &value, FUTEX_WAIT_PRIVATE, old, &limit, nullptr, 0);
+      sleepers.fetch_sub(1, std::memory_order_relaxed);
+    }
+  };
 
   void give_up(int tid, uint32_t mine, const char* phase, int layer) {
     std::lock_guard lock(mutex_);
@@ -109,7 +130,7 @@ class Team {
   void work(int tid) {
     uint32_t seen = 0;
     for (;;) {
-      for (int spins = 0; spins < 4 * kSpins && job_number_.load(std::memory_order_acquire) == seen; spins++) _mm_pause();
+      for (int spins = 0; spins < 4 * Word::kSpins && job_number_.load(std::memory_order_acquire) == seen; spins++) _mm_pause();
       const std::function<void(int)>* job;
       {
         std::unique_lock lock(mutex_);
@@ -119,7 +140,7 @@ class Team {
         job = job_;
       }
       (*job)(tid);
-      done_.fetch_add(1, std::memory_order_release);
+      done_.add();
     }
   }
 
@@ -128,9 +149,9 @@ class Team {
   std::vector<std::thread> threads_;
   std::unique_ptr<Arrivals[]> arrivals_;
   alignas(64) std::atomic<uint32_t> arrived_{0};
-  alignas(64) std::atomic<uint32_t> epoch_{0};
+  Word epoch_;
+  Word done_;
   alignas(64) std::atomic<uint32_t> job_number_{0};
-  alignas(64) std::atomic<int> done_{0};
   std::atomic<bool> failed_{false};
   std::mutex mutex_;
   std::condition_variable wake_;

@@ -69,89 +69,91 @@ MK_INLINE W e2m1(Bits codes, int nibble) {
 #endif
 }
 
-// Calls use(column, weights of that column) for the 16 columns of a block; `w` points at this part's lanes.
-template <Fmt F, class Use>
+// Column `j` of the columns that share a vector of 32-bit lanes.
+template <Fmt F>
+MK_INLINE W decode(Bits codes, int j) {
+  if constexpr (F == Fmt::nvfp4) return e2m1(codes, j);
+  if constexpr (F == Fmt::fp8) {
+    Bits top = shl(codes, 24 - 8 * j);
+    Bits bits = bor(band(top, bset(0x80000000u)), band(shr(top, 4), bset(0x07f00000u)));
+    return wmul(as_float(bits), wbroadcast(0x1p120f));
+  }
+  if constexpr (F == Fmt::bf16) return as_float(j == 0 ? shl(codes, 16) : band(codes, bset(0xffff0000u)));
+  return as_float(codes);
+}
+
+// Calls use(column, part, weights of that column) for the 16 columns of a block and P parts of its lanes, from `w` on.
+template <Fmt F, int P, class Use>
 MK_INLINE void decode_block(const uint8_t* w, Use use) {
-  if constexpr (F == Fmt::nvfp4) {
-#pragma GCC unroll 2
-    for (int v = 0; v < 2; v++) {
-      Bits codes = bload(w + v * 64);
-#pragma GCC unroll 8
-      for (int j = 0; j < 8; j++) use(v * 8 + j, e2m1(codes, j));
-    }
-  } else if constexpr (F == Fmt::fp8) {
-#pragma GCC unroll 4
-    for (int v = 0; v < 4; v++) {
-      Bits codes = bload(w + v * 64);
-#pragma GCC unroll 4
-      for (int j = 0; j < 4; j++) {
-        Bits top = shl(codes, 24 - 8 * j);
-        Bits bits = bor(band(top, bset(0x80000000u)), band(shr(top, 4), bset(0x07f00000u)));
-        use(v * 4 + j, wmul(as_float(bits), wbroadcast(0x1p120f)));
-      }
-    }
-  } else if constexpr (F == Fmt::bf16) {
-#pragma GCC unroll 8
-    for (int v = 0; v < 8; v++) {
-      Bits pair = bload(w + v * 64);
-      use(v * 2, as_float(shl(pair, 16)));
-      use(v * 2 + 1, as_float(band(pair, bset(0xffff0000u))));
-    }
-  } else {
+  constexpr int vectors = static_cast<int>(block_bytes(F) / 64), columns = 16 / vectors;
 #pragma GCC unroll 16
-    for (int v = 0; v < 16; v++) use(v, as_float(bload(w + v * 64)));
+  for (int v = 0; v < vectors; v++) {
+    Bits codes[P];
+    for (int p = 0; p < P; p++) codes[p] = bload(w + v * 64 + p * kLanes * 4);
+#pragma GCC unroll 8
+    for (int j = 0; j < columns; j++) {
+#pragma GCC unroll 2
+      for (int p = 0; p < P; p++) use(v * columns + j, p, decode<F>(codes[p], j));
+    }
   }
 }
 
-// One pass: G tokens, kLanes rows. x is [block][LD tokens][16 columns]; out is [token][16 rows].
-template <Fmt F, int G, int LD>
+// One pass: G tokens and P parts of a tile. x is [block][LD tokens][16 columns]; out is [token][16 rows].
+template <Fmt F, int G, int LD, int P>
 MK_INLINE void tile_pass(const uint8_t* tile, int blocks, const float* x, float* out, int part) {
   const uint8_t* scales = tile + part * kLanes;
   const uint8_t* w = tile + scale_bytes(F, blocks) + part * kLanes * 4;
   out += part * kLanes;
   constexpr int64_t step = block_bytes(F);
-  // With one accumulator a token the block sums fill the registers of a full group, so row sums live in `out`.
-  constexpr bool in_registers = G <= kGroup / 4;
-  W rows[in_registers ? G : 1];
-  for (int t = 0; t < G; t++) {
-    if constexpr (in_registers) rows[t] = wbroadcast(0.0f);
-    else wstore(out + t * 16, wbroadcast(0.0f));
-  }
+  // A full group's block sums fill the registers, so its row sums live in `out`.
+  constexpr bool in_registers = G * P <= kGroup / 2;
+  W rows[in_registers ? P : 1][in_registers ? G : 1];
+  for (int p = 0; p < P; p++)
+    for (int t = 0; t < G; t++) {
+      if constexpr (in_registers) rows[p][t] = wbroadcast(0.0f);
+      else wstore(out + t * 16 + p * kLanes, wbroadcast(0.0f));
+    }
   for (int b = 0; b < blocks; b++) {
-    W sum[G];
-    _mm_prefetch(reinterpret_cast<const char*>(w) + 2048, _MM_HINT_T0);
-    if constexpr (step > 64) _mm_prefetch(reinterpret_cast<const char*>(w) + 2048 + 64, _MM_HINT_T0);
-    decode_block<F>(w, [&](int k, W weights) __attribute__((always_inline)) {
+    // The hardware's own prefetch stops at page boundaries; a page ahead is far enough for memory.
+    for (int64_t line = 0; line < step; line += 64) _mm_prefetch(reinterpret_cast<const char*>(w) + 4096 + line, _MM_HINT_T0);
+    W sum[P][G];
+    decode_block<F, P>(w, [&](int k, int p, W weights) __attribute__((always_inline)) {
 #pragma GCC unroll 16
       for (int t = 0; t < G; t++) {
         W xk = wbroadcast(x[t * 16 + k]);
-        sum[t] = k == 0 ? wmul(weights, xk) : wfma(weights, xk, sum[t]);
+        sum[p][t] = k == 0 ? wmul(weights, xk) : wfma(weights, xk, sum[p][t]);
       }
     });
-    W s;
-    if constexpr (F == Fmt::nvfp4) s = e4m3_scales(scales + b * 16);
+#pragma GCC unroll 2
+    for (int p = 0; p < P; p++) {
+      W s;
+      if constexpr (F == Fmt::nvfp4) s = e4m3_scales(scales + b * 16 + p * kLanes);
 #pragma GCC unroll 16
-    for (int t = 0; t < G; t++) {
-      W row;
-      if constexpr (in_registers) row = rows[t];
-      else row = wload(out + t * 16);
-      if constexpr (F == Fmt::nvfp4) row = wfma(s, sum[t], row);
-      else row = wadd(row, sum[t]);
-      if constexpr (in_registers) rows[t] = row;
-      else wstore(out + t * 16, row);
+      for (int t = 0; t < G; t++) {
+        W row;
+        if constexpr (in_registers) row = rows[p][t];
+        else row = wload(out + t * 16 + p * kLanes);
+        if constexpr (F == Fmt::nvfp4) row = wfma(s, sum[p][t], row);
+        else row = wadd(row, sum[p][t]);
+        if constexpr (in_registers) rows[p][t] = row;
+        else wstore(out + t * 16 + p * kLanes, row);
+      }
     }
     w += step;
     x += LD * 16;
   }
   if constexpr (in_registers)
-    for (int t = 0; t < G; t++) wstore(out + t * 16, rows[t]);
+    for (int p = 0; p < P; p++)
+      for (int t = 0; t < G; t++) wstore(out + t * 16 + p * kLanes, rows[p][t]);
 }
 
 template <Fmt F, int LD>
 __attribute__((noinline)) void tile_dot_ld(const uint8_t* tile, int blocks, const float* x, float* out) {
   constexpr int G = LD < kGroup ? LD : kGroup;
+  // Few tokens leave a multiply-add chain waiting for itself, so both halves of a tile run side by side where they fit.
+  constexpr int parts = 16 / kLanes, P = parts * G <= kGroup ? parts : 1;
   for (int t = 0; t < LD; t += G)
-    for (int part = 0; part < 16 / kLanes; part++) tile_pass<F, G, LD>(tile, blocks, x + t * 16, out + t * 16, part);
+    for (int part = 0; part < parts; part += P) tile_pass<F, G, LD, P>(tile, blocks, x + t * 16, out + t * 16, part);
 }
 
 // Token slots of activations: buffers are [block][ld][16], ld being the token count rounded up to one of these.
@@ -190,7 +192,7 @@ void decode_row(const uint8_t* matrix, const float* scales, int64_t row, int blo
     const uint8_t* w = body + b * block_bytes(F) + part * 4;
     W block_scale = wbroadcast(1.0f);
     if constexpr (F == Fmt::nvfp4) block_scale = e4m3_scales(tile + b * 16 + part);
-    decode_block<F>(w, [&](int k, W weights) {
+    decode_block<F, 1>(w, [&](int k, int, W weights) {
       wstore(values, wmul(weights, block_scale));
       out[b * 16 + k] = values[r - part] * scale[r];
     });
