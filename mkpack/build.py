@@ -11,6 +11,7 @@ import mmap
 import os
 import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -112,8 +113,11 @@ def _output(name: str, output: Path | None) -> Path:
     folder = path.absolute().parent
     if not folder.is_dir():
         raise UserError(f"cannot write {path}: the folder {folder} does not exist; make it first")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise UserError(f"cannot write {path}: no permission to write in {folder}; choose another with --output")
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as e:
+        raise UserError(f"cannot write {path}: {folder}: {e.strerror}; choose another folder with --output") from e
     return path
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import families
 import numpy as np
+import pytest
 import torch
 import yaml
 from safetensors.torch import save_file
@@ -22,6 +23,19 @@ from mkpack.models import model_spec
 from mkpack.pack import unpack
 from mkpack.spec import tensors
 
+# Answers --version and -march and writes an "object" at once, counting; BUILD_PAUSE lets it take its time.
+_COMPILER = """#!/bin/sh
+[ "$1" = --version ] && { echo "stub 1.0"; exit 0; }
+while [ $# -gt 0 ]; do
+  case $1 in -o) out=$2; shift;; -MF) dep=$2; shift;; esac
+  shift
+done
+[ -z "$out" ] && exit 0
+[ -n "$BUILD_PAUSE" ] && sleep "$BUILD_PAUSE"
+echo "$out" >> "$0.log"
+echo kernel > "$out"; echo "$out:" > "$dep"
+"""
+
 # Short: every tiny model has max_position_embeddings 256.
 LIMITS = {"context": 128}
 
@@ -31,6 +45,20 @@ def write_recipe(path: Path, checkpoint: Path, **keys: Any) -> Path:
     data = {"name": "tiny", "license": "mit", "source": {"folder": str(checkpoint)}, "limits": LIMITS, **keys}
     path.write_text(yaml.safe_dump(data), encoding="utf-8")
     return path
+
+
+def stub_compiler(path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Makes a compiler that compiles nothing, for builds whose kernel is not run, and points CXX at it."""
+    path.write_text(_COMPILER)
+    path.chmod(0o755)
+    monkeypatch.setenv("CXX", str(path))
+    return path
+
+
+def compilations(stub: Path) -> int:
+    """How many kernels a stub compiler has made."""
+    log = stub.with_name(f"{stub.name}.log")
+    return len(log.read_text().splitlines()) if log.exists() else 0
 
 
 def layout_of(artifact: Artifact, *, untied: bool = False) -> Layout:

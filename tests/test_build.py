@@ -1,0 +1,479 @@
+"""The order of a build, what it refuses, what it leaves behind, and what it costs. Most builds here use a compiler that
+compiles nothing, since no kernel of theirs is run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import builds
+import families
+import numpy as np
+import pytest
+from safetensors.torch import load_file, save_file
+
+from mkpack import build as builder
+from mkpack import compile as compiling
+from mkpack import platform
+from mkpack.artifact import open_artifact
+from mkpack.build import build
+from mkpack.errors import UserError
+from mkpack.loader import load
+
+ROOT = Path(__file__).parents[1]
+BF16 = {"experts": "bf16"}  # needs torch but not modelopt, which takes seconds to import
+
+
+@pytest.fixture
+def stub(tmp_path, monkeypatch) -> Path:
+    return builds.stub_compiler(tmp_path / "stub-cxx", monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    return families.make_case(tmp_path_factory.mktemp("source") / "checkpoint", "mixtral-plain")
+
+
+@pytest.fixture
+def checkpoint(source, tmp_path) -> Path:
+    """A copy that a test may change."""
+    return Path(shutil.copytree(source, tmp_path / "checkpoint"))
+
+
+@pytest.fixture
+def recipe(checkpoint, tmp_path) -> Path:
+    return builds.write_recipe(tmp_path / "recipe.yaml", checkpoint, quantise=BF16)
+
+
+@pytest.fixture
+def out(tmp_path) -> Path:
+    folder = tmp_path / "out"
+    folder.mkdir()
+    return folder
+
+
+def change(checkpoint: Path, **tensors: Any) -> None:
+    """Replaces tensors of model.safetensors; None takes one away."""
+    state = {**load_file(checkpoint / "model.safetensors"), **{k.replace("__", "."): v for k, v in tensors.items()}}
+    kept = {k: v for k, v in state.items() if v is not None}
+    save_file(kept, checkpoint / "model.safetensors", metadata={"format": "pt"})
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def refusal(recipe: Path, output: Path | None) -> str:
+    """The text a build is refused with; it leaves nothing but the lock."""
+    before = names(output) if output and output.is_dir() else set()
+    with pytest.raises(UserError) as caught:
+        build(recipe, output=output)
+    if output and output.is_dir():
+        assert names(output) - before <= {".tiny.mkpack.lock"}
+    return str(caught.value)
+
+
+@contextlib.contextmanager
+def process(recipe: Path, out: Path, before: str = "", **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """A build in a process of its own, after the Python text `before`; it prints READY when it begins."""
+    code = (
+        "import sys, torch, mkpack.build as builder\nfrom pathlib import Path\n"
+        f"{before}\nprint('READY', flush=True)\n"
+        "builder.build(Path(sys.argv[1]), output=Path(sys.argv[2]))"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **options.pop("env", {})}
+    command = [*options.pop("launcher", ()), sys.executable, "-c", code, str(recipe), str(out)]
+    running = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+    try:
+        yield running
+    finally:
+        running.kill()
+        running.communicate()
+
+
+# -- up to date ---------------------------------------------------------------------------------------------------
+
+
+def test_an_artifact_that_is_up_to_date_is_left_alone(stub, recipe, checkpoint, out, monkeypatch):
+    path = build(recipe, output=out)
+    assert path == out / "tiny.mkpack" and names(out) == {"tiny.mkpack", ".tiny.mkpack.lock"}
+
+    def stamp() -> int:
+        with open_artifact(path) as artifact:
+            assert not artifact.verify()
+        return path.stat().st_mtime_ns
+
+    first = stamp()
+    assert build(recipe, output=out) == path and stamp() == first
+    # A file that says the same in other words, elsewhere, is the same recipe.
+    moved = builds.write_recipe(recipe.with_name("other.yaml"), checkpoint, quantise={**BF16, "attention": "bf16"})
+    build(moved, output=out)
+    assert stamp() == first
+
+    def rebuilt() -> bool:
+        nonlocal first
+        build(recipe, output=out)
+        last, first = first, stamp()
+        return first != last
+
+    builds.write_recipe(recipe, checkpoint, quantise={**BF16, "attention": "fp8"})
+    assert rebuilt() and not rebuilt()
+    with open(checkpoint / "model.safetensors", "r+b") as file:
+        file.seek(-3, os.SEEK_END)
+        byte = file.read(1)[0]
+        file.seek(-3, os.SEEK_END)
+        file.write(bytes([byte ^ 1]))
+    assert rebuilt() and not rebuilt()
+    (checkpoint / "generation_config.json").write_text('{"eos_token_id": 1}')
+    assert rebuilt() and not rebuilt()
+    stub.write_text(stub.read_text().replace("stub 1.0", "stub 1.1"))
+    assert rebuilt() and not rebuilt()
+    monkeypatch.setattr(builder.provenance, "sources_digest", lambda: "other sources")
+    assert rebuilt() and not rebuilt()
+    with open(path, "r+b") as file:
+        file.seek(path.stat().st_size // 2)
+        file.write(b"damage")
+    assert rebuilt() and not rebuilt()
+    before = first
+    build(recipe, output=out, force=True)
+    assert stamp() != before
+
+
+def test_two_builds_at_once_do_the_work_once(stub, recipe, out):
+    with process(recipe, out) as a, process(recipe, out) as b:
+        for running in (a, b):
+            _, errors = running.communicate(timeout=60)
+            assert running.returncode == 0, errors
+    assert builds.compilations(stub) == 1
+    assert names(out) == {"tiny.mkpack", ".tiny.mkpack.lock"}
+
+
+# -- same input, same bytes ---------------------------------------------------------------------------------------
+
+
+def test_equal_input_gives_equal_bytes_in_any_folder_on_any_number_of_cores(source, out, tmp_path):
+    paths = []
+    for folder in (tmp_path / "a", tmp_path / "another folder"):
+        shutil.copytree(source, folder / "checkpoint")
+        keys = {"source": {"folder": "./checkpoint"}, "quantise": {"attention": "fp8"}, "quality": {"tokens": 100}}
+        paths.append(builds.write_recipe(folder / "recipe.yaml", source, **keys))
+    first = build(paths[0], output=out)
+    core = str(min(os.sched_getaffinity(0)))
+    alone = tmp_path / "another folder"
+    with process(paths[1], alone, launcher=("taskset", "-c", core), cwd=alone) as running:
+        _, errors = running.communicate(timeout=300)
+        assert running.returncode == 0, errors
+    assert (alone / "tiny.mkpack").read_bytes() == first.read_bytes()
+    text = first.read_bytes()
+    for folder in (tmp_path, ROOT):
+        assert str(folder).encode() not in text, "a path of this machine is in the artifact"
+
+
+# -- interrupted --------------------------------------------------------------------------------------------------
+
+DIE = """
+import importlib, os, signal
+module, name, calls = {point!r}
+module, count = importlib.import_module(module), 0
+kept = getattr(module, name)
+def die(*words, **keys):
+    global count
+    count += 1
+    if count == calls:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return kept(*words, **keys)
+setattr(module, name, die)
+"""
+POINTS = {
+    "before the compiler": ("mkpack.build", "compile_kernels", 1),
+    "first tensor": ("mkpack.pack", "pack_tiles", 1),
+    "in the middle of the tensors": ("mkpack.pack", "pack_tiles", 20),
+    "before writing": ("mkpack.build", "write_artifact", 1),
+    "in the middle of writing": ("mkpack.artifact", "_blocks", 8),
+    "before the file gets its name": ("os", "replace", 1),
+}
+
+
+def test_a_build_that_is_killed_leaves_nothing_that_counts(stub, recipe, tmp_path):
+    with contextlib.ExitStack() as stack:
+        killed = {}
+        for point, where in POINTS.items():
+            out = tmp_path / point
+            out.mkdir()
+            killed[out] = stack.enter_context(process(recipe, out, DIE.format(point=where)))
+        for out, running in killed.items():
+            _, errors = running.communicate(timeout=120)
+            assert running.returncode == -signal.SIGKILL, (out.name, errors)
+    for out in killed:
+        assert "tiny.mkpack" not in names(out), out.name
+        assert any(name.endswith(".work") for name in names(out)), f"{out.name}: killed before it did anything"
+        build(recipe, output=out)
+        assert names(out) == {"tiny.mkpack", ".tiny.mkpack.lock"}, out.name
+        with open_artifact(out / "tiny.mkpack") as artifact:
+            assert not artifact.verify()
+
+
+def test_a_build_that_is_killed_at_any_moment_leaves_a_whole_file_or_none(stub, recipe, out):
+    for delay in (0.02, 0.08, 0.15, 0.3):
+        with process(recipe, out) as running:
+            assert running.stdout and running.stdout.readline() == "READY\n"
+            time.sleep(delay)
+            running.kill()
+            running.wait()
+        if "tiny.mkpack" in names(out):
+            with open_artifact(out / "tiny.mkpack") as artifact:
+                assert not artifact.verify()
+            (out / "tiny.mkpack").unlink()
+    build(recipe, output=out)
+    assert names(out) == {"tiny.mkpack", ".tiny.mkpack.lock"}
+
+
+def test_ctrl_c_ends_a_build_cleanly(stub, recipe, out):
+    command = [Path(sys.executable).with_name("mkpack"), "build", recipe, "--output", out]
+    env = {**os.environ, "BUILD_PAUSE": "60"}
+    running = subprocess.Popen(command, env=env, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    end = time.monotonic() + 60
+    while not list(out.glob(".tiny.mkpack.*.work/*/model.h")) and time.monotonic() < end:
+        time.sleep(0.02)
+    time.sleep(0.2)
+    os.killpg(running.pid, signal.SIGINT)
+    printed, errors = running.communicate(timeout=30)
+    assert running.returncode == 130, errors
+    assert not printed and b"Traceback" not in errors
+    assert names(out) == {".tiny.mkpack.lock"}
+
+
+def test_a_full_disk_is_said_before_the_work(stub, recipe, out, monkeypatch):
+    monkeypatch.setattr(platform, "free_disk", lambda path: 1000)
+    monkeypatch.setattr(builder, "compile_kernels", None)
+    text = refusal(recipe, out)
+    assert "GB of disk" in text and "0.00 GB are free" in text and "--output" in text
+
+
+def test_a_disk_that_fills_up_ends_in_one_line(stub, recipe, out):
+    size = build(recipe, output=out).stat().st_size
+    (out / "tiny.mkpack").unlink()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for limit in (size // 2, size - 1000):  # while packing, and while the artifact is written
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
+        try:
+            text = refusal(recipe, out)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert "File too large" in text and "free some disk space" in text and "\n" not in text
+
+
+def test_a_compiler_that_fails_ends_the_packing(stub, recipe, out, monkeypatch):
+    monkeypatch.setattr(compiling, "_ninja", lambda: "/bin/false")
+    quantise = builder.quantize.quantise
+
+    def slow(tensor, fmt, *, name, scale2=None):
+        time.sleep(0.05)
+        assert name != "model.norm.weight", "every tensor was packed"
+        return quantise(tensor, fmt, name=name, scale2=scale2)
+
+    monkeypatch.setattr(builder.quantize, "quantise", slow)
+    with pytest.raises(Exception, match="did not compile"):
+        build(recipe, output=out)
+    assert names(out) == {".tiny.mkpack.lock"}
+
+
+# -- refused ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("keys", "parts"),
+    [
+        ({"limits": {"context": 257}}, ["limits.context", "257", "max_position_embeddings 256"]),
+        ({"targets": ["sm_90a", "native"]}, ["targets", "sm_90a", "CPU targets only"]),
+        ({"parallel": {"tp": 3}}, ["parallel.tp", "3 ranks", "4 attention heads", "1, 2, 4 ranks"]),
+        ({"source": {"folder": "absent"}}, ["absent", "no such folder"]),
+        ({"quality": {"text": "absent.txt"}}, ["absent.txt", "cannot be read"]),
+    ],
+)
+def test_a_recipe_that_this_model_cannot_have_is_refused(stub, checkpoint, tmp_path, out, keys, parts):
+    text = refusal(builds.write_recipe(tmp_path / "recipe.yaml", checkpoint, **keys), out)
+    assert all(part in text for part in parts), text
+    assert "\n" not in text
+
+
+def test_everything_wrong_with_a_recipe_is_in_one_message(stub, checkpoint, tmp_path, out):
+    keys = {"limits": {"context": 999}, "targets": ["sm_100a"], "parallel": {"tp": 1}}
+    text = refusal(builds.write_recipe(tmp_path / "recipe.yaml", checkpoint, **keys), out)
+    assert "2 problems" in text and "999" in text and "sm_100a" in text
+
+
+def test_quality_without_a_target_of_this_machine_is_refused_before_the_work(
+    stub, checkpoint, tmp_path, out, monkeypatch
+):
+    monkeypatch.setattr(platform, "cpu_levels", lambda: ["x86-64-v3"])
+    keys = {"targets": ["x86-64-v4"], "quality": {"tokens": 50}, "quantise": BF16}
+    text = refusal(builds.write_recipe(tmp_path / "recipe.yaml", checkpoint, **keys), out)
+    assert "quality" in text and "x86-64-v4" in text and "remove quality" in text and names(out) == set()
+    del keys["quality"]
+    build(builds.write_recipe(tmp_path / "recipe.yaml", checkpoint, **keys), output=out)
+
+
+def test_quality_with_a_tokenizer_of_another_model_is_refused(stub, checkpoint, tmp_path, out):
+    recipe = builds.write_recipe(tmp_path / "recipe.yaml", checkpoint, quality={"tokens": 50})
+    tokenizer = json.loads((checkpoint / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"] = {k: v + 1000 * (v > 5) for k, v in tokenizer["model"]["vocab"].items()}
+    (checkpoint / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert "another model" in refusal(recipe, out)
+    (checkpoint / "tokenizer.json").unlink()
+    assert "tokenizer.json" in refusal(recipe, out)
+
+
+def test_tensors_that_do_not_fit_are_named(stub, recipe, checkpoint, out):
+    name = "model.layers.1.block_sparse_moe.experts.2.w3.weight"
+    for wrong, expected in ((None, "is missing"), (families.torch.zeros(3, 5), "found [3, 5]")):
+        change(checkpoint, **{name: wrong})
+        text = refusal(recipe, out)
+        assert name in text and expected in text
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8", "nvfp4"])
+def test_nan_in_a_weight_is_refused_by_name(stub, checkpoint, tmp_path, out, precision):
+    name = "model.layers.1.block_sparse_moe.experts.2.w3.weight"
+    weight = load_file(checkpoint / "model.safetensors")[name]
+    weight[3, 5] = float("nan")
+    change(checkpoint, **{name: weight})
+    recipe = builds.write_recipe(tmp_path / "recipe.yaml", checkpoint, quantise={"experts": precision})
+    text = refusal(recipe, out)
+    assert name in text and "NaN" in text and "[3, 5]" in text
+
+
+def test_without_tools_it_is_said_which(recipe, out, monkeypatch):
+    monkeypatch.setenv("CXX", "/nonexistent")
+    assert "'/nonexistent', which does not run" in refusal(recipe, out)
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", "/nonexistent")
+    assert "apt-get install g++" in refusal(recipe, out)
+
+
+def test_without_ninja_or_torch_it_is_said(stub, recipe, out, monkeypatch):
+    monkeypatch.setattr(compiling.shutil, "which", lambda name: None if name == "ninja" else str(stub))
+    monkeypatch.setattr(sys, "executable", "/nonexistent/python")
+    assert "ninja is not installed" in refusal(recipe, out)
+    monkeypatch.setattr(builder.importlib.util, "find_spec", lambda name: None)
+    text = refusal(recipe, out)
+    assert "torch, modelopt" in text and "pip install 'mkpack[build]'" in text
+
+
+def test_places_that_cannot_be_written_are_refused_before_the_work(stub, recipe, out, tmp_path, monkeypatch):
+    monkeypatch.setattr(builder, "plan", None)
+    assert "does not exist" in refusal(recipe, tmp_path / "absent" / "x.mkpack")
+    (out / "tiny.mkpack").mkdir()
+    assert "a folder of that name is in the way" in refusal(recipe, out)
+    (out / "tiny.mkpack" / "manifest.json").write_text("{}")
+    assert "an unpacked artifact is in the way" in refusal(recipe, out / "tiny.mkpack")
+    text = refusal(recipe, Path("/proc/tiny.mkpack"))  # where not even root can make a file
+    assert "cannot write /proc/tiny.mkpack" in text and "--output" in text and "\n" not in text
+
+
+def test_what_is_left_out_is_said(stub, recipe, checkpoint, out, capsys):
+    change(checkpoint, rotary__inv_freq=families.torch.ones(8))
+    (checkpoint / "stray.safetensors").write_bytes(b"")
+    from rich.console import Console
+
+    build(recipe, output=out, console=Console(stderr=True, width=300))
+    notes = capsys.readouterr().err
+    assert "1 tensors of the checkpoint are not part of the model and left out: rotary.inv_freq" in notes
+    assert "files the index does not name are ignored: stray.safetensors" in notes
+    with open_artifact(out / "tiny.mkpack") as artifact:
+        assert "stray.safetensors" not in artifact.manifest.source.files
+
+
+# -- content ------------------------------------------------------------------------------------------------------
+
+
+def test_the_report_holds_the_error_of_every_matrix(stub, tmp_path, out):
+    checkpoint = families.make_case(tmp_path / "checkpoint", "mixtral-tied-vocab-275")
+    quantise = {"experts": "nvfp4", "attention": "bf16", "embeddings": "fp8", "lm_head": "nvfp4"}
+    path = build(builds.write_recipe(tmp_path / "recipe.yaml", checkpoint, quantise=quantise), output=out)
+    with open_artifact(path) as artifact:
+        report = json.loads(artifact.read("report.json"))
+    stored, state = builds.dequantised(path, checkpoint), families.checkpoint_tensors(checkpoint)
+    state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    error = reference = 0.0
+    found = {}
+    for name, tensor in state.items():
+        if tensor.dim() == 2 and not name.endswith("gate.weight"):
+            source = tensor.double().numpy()
+            found[name] = float(np.linalg.norm(stored[name] - source) / np.linalg.norm(source))
+            error += float(np.square(stored[name] - source).sum())
+            reference += float(np.square(source).sum())
+    assert len(report["tensors"]) == len(found)
+    assert sorted(report["tensors"].values()) == pytest.approx(sorted(found.values()), abs=2e-6)
+    assert report["tensors"]["lm_head"] == pytest.approx(found["lm_head.weight"], abs=2e-6)
+    assert report["tensors"]["embed"] == pytest.approx(found["model.embed_tokens.weight"], abs=2e-6)
+    assert report["relative_error"] == pytest.approx((error / reference) ** 0.5, abs=2e-6)
+
+
+def test_a_number_of_ranks_changes_no_bit(tmp_path, out):
+    """12 heads share one KV head, which every rank holds; experts of 40 rows leave the last rank without any."""
+    heads = {"num_attention_heads": 12, "num_key_value_heads": 1, "head_dim": 8, "intermediate_size": 40}
+    checkpoint = families.make_checkpoint(tmp_path / "checkpoint", "mixtral", vocab_size=275, **heads)
+    prompt = list(range(5, 30))
+    found = {}
+    for tp in (1, 2, 3, 4):
+        keys = {"name": f"tp{tp}", "parallel": {"tp": tp}, "quantise": {"attention": "fp8"}}
+        path = build(builds.write_recipe(tmp_path / "recipe.yaml", checkpoint, **keys), output=out)
+        with load(path) as model:
+            assert model.manifest.tp == tp == len(model.manifest.weights)
+            tokens = builds.generated(model, prompt, 40)
+            model.reset()
+            found[tp] = (tokens, model.step([*prompt, *tokens], 65).tobytes())
+    assert found[2] == found[3] == found[4] == found[1]
+
+
+def test_the_working_folder_is_kept_when_asked(stub, recipe, out, capfd):
+    for _ in range(2):
+        build(recipe, output=out, keep_work=True, force=True)
+        work = out / "tiny.mkpack.work"
+        assert names(out) == {"tiny.mkpack", ".tiny.mkpack.lock", work.name}
+        assert str(work) in capfd.readouterr().err
+        assert (work / "rank-0.bin").is_file() and list(work.glob("*/model.h"))
+
+
+def test_the_command_prints_path_or_json(stub, recipe, out):
+    command = [Path(sys.executable).with_name("mkpack"), "build", recipe, "--output", out]
+    path = out / "tiny.mkpack"
+
+    def printed(*words: str) -> str:
+        done = subprocess.run([*command, *words], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert json.loads(printed("--json")) == {"artifact": str(path), "bytes": path.stat().st_size}
+    assert printed() == f"{path}\n"
+
+
+# -- memory -------------------------------------------------------------------------------------------------------
+
+
+def test_memory_is_bounded_by_the_largest_tensor_and_as_planned(stub, tmp_path, out):
+    sizes = {"hidden_size": 1024, "intermediate_size": 2048, "num_local_experts": 8, "num_hidden_layers": 2}
+    checkpoint = families.make_checkpoint(tmp_path / "checkpoint", "mixtral", max_shard_size="150MB", **sizes)
+    total = sum(path.stat().st_size for path in checkpoint.glob("*.safetensors"))
+    assert total > 400e6
+    recipe = builds.write_recipe(tmp_path / "recipe.yaml", checkpoint, quantise={"attention": "fp8"})
+    # Not ru_maxrss, which remembers the size of the process that this one was forked from.
+    report = "import atexit\natexit.register(lambda: print(Path('/proc/self/status').read_text()))"
+    with process(recipe, out, report) as running:
+        printed, errors = running.communicate(timeout=300)
+        assert running.returncode == 0, errors
+    peak = int(printed.split("VmHWM:")[1].split()[0]) * 1024
+    planned = builder.plan(recipe).memory_bytes
+    assert 0.7 * planned < peak < 1.1 * planned, (peak / 1e6, planned / 1e6)
+    assert planned < builder.plan.__globals__["IMPORTS_BYTES"] + 8 * (2048 * 1024 * 4)
