@@ -18,8 +18,9 @@ from mkpack.recipe import Recipe, load_recipe
 from mkpack.spec import Format, ModelSpec, Precision, TensorRole, tensors
 from mkpack.text import Text
 
-# Resident size of torch, modelopt, Python and the scratch of the quantiser's threads, before any tensor.
-IMPORTS_BYTES = 620 << 20
+# Resident size of Python and torch before any tensor, and once modelopt and the scratch of the quantiser's threads have
+# come, which is when the first tensor is quantised.
+TORCH_BYTES, MODELOPT_BYTES = 265 << 20, 510 << 20
 _DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 _LEGAL = ("LICEN", "NOTICE")
 
@@ -70,8 +71,12 @@ class Plan:
         """Peak resident size: tensors that are quantised together as they are read, and of the largest its stored form
         and the three copies that turn it into tiles; besides, vectors and scales of all layers until they are written.
         """
-        vectors = sum(s.nbytes for s in self.layout.sections if s.cols == 1) * self.layout.tp
-        return IMPORTS_BYTES + vectors + max(map(self._group_bytes, groups(self.roles)))
+        imports = peak = TORCH_BYTES
+        for group in groups(self.roles):
+            if any(fmt in ("nvfp4", "fp8") for role in group for fmt in self.formats(role)):
+                imports = MODELOPT_BYTES
+            peak = max(peak, imports + self._group_bytes(group))
+        return peak + sum(s.nbytes for s in self.layout.sections if s.cols == 1) * self.layout.tp
 
     def _group_bytes(self, group: list[TensorRole]) -> int:
         info = self.checkpoint.tensors if self.checkpoint else {}
