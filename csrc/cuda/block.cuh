@@ -40,7 +40,7 @@ struct Params {
   int32_t position, steps;      // of tokens[0]; tokens to run
   int32_t log_splits;           // the KV cache is split in 2^log_splits shares, at most 32
   int32_t dense_flight, expert_flight;  // copies allowed under way: more does not raise the bandwidth, but delays flags
-  int32_t ahead;                // dense pages brought into L2 before their turn in the ring
+  int32_t prefetch;             // whether dense pages that the ring cannot hold are brought into L2 while experts compute
   int32_t attention_stride;     // every how many SMs one computes attention: kGrid / (kKvHeads << log_splits)
 };
 
@@ -102,6 +102,19 @@ struct Ring {
 using DenseRing = Ring<kDenseSlots>;
 using ExpertRing = Ring<kExpertSlots>;
 
+// Runs a piece of code twice: first a rehearsal without effect, then for real. A layer's code is executed once in 20 us and
+// has left the inner instruction caches by then; the rehearsal fetches it while its input is waited for. The compiler must
+// not know which run is which, or it would make two copies of the code.
+template <class Run>
+__device__ __forceinline__ void rehearse(Run&& run) {
+#pragma unroll 1
+  for (int pass = 0; pass < 2; pass++) {
+    int real = pass;
+    asm volatile("" : "+r"(real));
+    run(real != 0);
+  }
+}
+
 struct Block {
   const Params& p;
   Shared& s;
@@ -115,10 +128,6 @@ struct Block {
   __device__ __forceinline__ bool owner() const { return sm < kOwners; }
   __device__ __forceinline__ uint64_t* exchange(int offset, uint32_t back = 0) const {
     return p.exchange + ((epoch - back) & 1) * kXWords + offset;
-  }
-  // The router sums of an epoch, kRouterParts parts; those two epochs ahead are the ones that nobody touches now.
-  __device__ __forceinline__ uint64_t* router_words(int ahead = 0) const {
-    return p.exchange + kXRouter + ((epoch + ahead) & (kRouterCopies - 1)) * kRouterParts * kExperts;
   }
   __device__ __forceinline__ void publish(int offset, uint32_t bits) const {
     store_relaxed(exchange(offset), (uint64_t)bits | (uint64_t)epoch << 32);
@@ -134,11 +143,11 @@ struct Block {
       if (p.dump) p.dump[layer * kDumpLayer + offset] = v;
   }
 
-  // Polls until ready(), or until the watchdog gave up: from then on nobody waits any more, the kernel runs through the
+  // The whole warp polls until ready() in every lane, or until the watchdog gave up: from then on nobody waits any more, the kernel runs through the
   // rest of its step on whatever is there and leaves.
   template <class Ready>
   __device__ __forceinline__ void wait(Ready&& ready) const {
-    while (!ready())
+    while (!__all_sync(~0u, ready()))  // the whole warp leaves together: shuffles need no detours then
       if (*(const volatile int32_t*)&s.expired) break;
   }
   // Told at the head of every phase: what the watchdog reports, and the sign of life it looks for.

@@ -9,11 +9,11 @@
 
 namespace mk {
 
-// 16 consumer warps, then a warpgroup of which one warp streams dense weights, one
-// streams experts and one watches the time. The four warps
-// exist as a whole because registers move between roles by warpgroups: 640 x 96 at launch, then
-// 512 x 104 + 128 x 64 out of the same 61440 (asking for more than the launch took would never return).
-constexpr int kThreads = kTeam + 128;
+// First a warpgroup: one warp streams dense weights, one streams experts, one watches the time, one adds router logits up. The scheduler
+// prefers older warps, and these must not starve behind consumers that spin on a barrier. Then 16 consumer warps. The first
+// four warps exist as a whole because registers move between roles by warpgroups: 640 x 96 at launch, then 512 x 104 +
+// 128 x 64 out of the same 61440 (asking for more than the launch took would never return).
+constexpr int kProducers = 128, kThreads = kProducers + kTeam;
 
 template <bool kDebug>
 __global__ void __launch_bounds__(kThreads, 1) decode_kernel(__grid_constant__ const Params p, uint32_t zero) {
@@ -35,12 +35,13 @@ __global__ void __launch_bounds__(kThreads, 1) decode_kernel(__grid_constant__ c
     s.token = p.tokens[0];
   }
   __syncthreads();
-  Block b{p, s, sm, warp, tid % 32, tid, zero, p.first_epoch + 1, 0, p.position, false};
-  if (warp >= kWarps) {
+  Block b{p, s, sm, warp - kProducers / 32, tid % 32, tid - kProducers, zero, p.first_epoch + 1, 0, p.position, false};
+  if (tid < kProducers) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 64;");
-    if (warp == kWarps && b.lane == 0) produce_dense(p, s, sm, attention_unit(p, sm));
-    if (warp == kWarps + 1) produce_experts<kDebug>(b);
-    if (warp == kWarps + 2 && b.lane == 0) watch(p, s, sm);
+    if (warp == 0 && b.lane == 0) produce_dense(p, s, sm, attention_unit(p, sm));
+    if (warp == 1) produce_experts<kDebug>(b);
+    if (warp == 2 && b.lane == 0) watch(p, s, sm);
+    if (warp == 3) sum_logits<kDebug>(b);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 104;");
     DenseRing dense{smem_address(s.dense_full), smem_address(s.dense_empty)};
@@ -48,10 +49,12 @@ __global__ void __launch_bounds__(kThreads, 1) decode_kernel(__grid_constant__ c
     for (int step = 0;; step++, b.position++) {
       b.traced = step + 1 == p.steps;
       for (b.layer = 0; b.layer < kLayers; b.layer++, b.epoch++) {
+        asm volatile("" : "+r"(b.lane), "+r"(b.tid));  // or addresses of all phases would be computed ahead and spilled
         uint4 x[4];
-        phase_qkv<kDebug>(b, dense);
-        phase_attention<kDebug>(b);
-        phase_combine<kDebug>(b);
+        Attention attention{attention_unit(p, sm)};
+        phase_qkv<kDebug>(b, dense, attention);
+        phase_attention<kDebug>(b, attention);
+        phase_combine<kDebug>(b, attention.unit);
         phase_out<kDebug>(b, dense);
         phase_router<kDebug>(b, x);
         phase_pair<kDebug>(b, expert, x);

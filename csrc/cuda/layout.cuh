@@ -20,7 +20,7 @@ constexpr int kOwners = kHidden / kOwnedRows;
 
 static_assert(kHidden == kWarps * 128, "the K split of this version needs a hidden size of 2048");
 static_assert(kQRows == 4096 && kHeadDim == 128 && kGroup == 8, "attention is written for 8 query heads of 128 a KV head");
-static_assert(kOwners <= kGrid && kOwners < 256 && kExperts <= kGrid && kExperts * 4 == kTeam, "router");
+static_assert(kOwners <= kGrid && kOwners == 128 && kExperts <= kGrid && kExperts * 4 == kTeam, "router");
 static_assert(kTopK == 8 && kMoeIntermediate % 128 == 0, "two warps an expert, whole chunks of 64 columns each");
 static_assert(kVocab % 8 == 0 && kMaxContext % 16 == 0 && kNormTopkProb, "not written for this model");
 
@@ -117,12 +117,8 @@ constexpr int kXAttention = kXQkv + kQkvRows;       // bf16 x 2: attention outpu
 constexpr int kXExperts = kXAttention + kQRows / 2;  // bf16 x 2: SwiGLU outputs, slot major
 constexpr int kXPartial = kXExperts + kTopK * kMoeIntermediate / 2;  // float32: attention partials
 constexpr int kXBest = kXPartial + kMaxUnits * kPartialWords;        // {logit}, {token} of every SM
-constexpr int kXWords = (kXBest + 2 * kGrid + 15) / 16 * 16;
-// Router logits, four copies in turn behind the two of everything else: fixed-point sums that every owner adds its part
-// to, so the order of arrival does not matter. Bits 0..7 count the owners that have added theirs. Owner s adds to part
-// s % 4: additions to one address queue up in L2, four addresses share them.
-constexpr int kRouterCopies = 4, kRouterParts = 4;
-constexpr int kXRouter = 2 * kXWords, kExchangeWords = kXRouter + kRouterCopies * kRouterParts * kExperts;
-constexpr float kRouterScale = 1073741824.f;  // 2^30: resolution 1e-9, sums up to 3e7
+constexpr int kXRouterParts = kXBest + 2 * kGrid;                   // float32 [owner][expert]: partial router logits
+constexpr int kXLogits = kXRouterParts + kOwners * kExperts;        // float32: their sums
+constexpr int kXWords = (kXLogits + kExperts + 15) / 16 * 16, kExchangeWords = 2 * kXWords;
 
 }  // namespace mk

@@ -5,6 +5,7 @@
 // meet and each takes 8 of the 128 head dimensions over all tiles (V), so the outputs need no sum across warps. The first
 // 8 tiles are loaded into registers before q arrives; more would spill.
 #pragma once
+#include "attention_tiles.cuh"
 #include "block.cuh"
 #include "mma.cuh"
 
@@ -12,6 +13,7 @@ namespace mk {
 
 // Warps 0..7: query heads of the group, 8: k, 9: v. Normed and rotated vectors go to shared memory as bf16; the SM that owns
 // the position also writes k and v to the cache.
+template <bool kDebug>
 __device__ __forceinline__ void attention_inputs(Block& b, int kv_head, bool owns_position) {
   const int row = b.warp < kGroup ? (kv_head * kGroup + b.warp) * kHeadDim
                                   : kQRows + (b.warp - kGroup) * kKvRows + kv_head * kHeadDim;
@@ -60,31 +62,8 @@ __device__ __forceinline__ void attention_inputs(Block& b, int kv_head, bool own
   }
 }
 
-struct TileRegisters {
-  uint4 k[4];            // 8 positions x 128 dimensions: half of tile warp / 2 of the chunk
-  uint2 v[kScoreTiles];  // 8 dimensions of every tile of the chunk
-};
-
-__device__ __forceinline__ void load_tiles(const Block& b, const uint8_t* cache, int log_splits, int first, int count,
-                                           TileRegisters& r) {
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    r.k[i] = make_uint4(0, 0, 0, 0);
-    if (first + b.warp / 2 < count)
-      r.k[i] = __ldcg((const uint4*)(cache + ((int64_t)(first + b.warp / 2) * 2 * kTileBytes << log_splits)) +
-                      32 * (4 * (b.warp % 2) + i) + b.lane);
-  }
-#pragma unroll
-  for (int i = 0; i < kScoreTiles; i++) {
-    r.v[i] = make_uint2(0, 0);
-    if (first + i < count)
-      r.v[i] = __ldcg((const uint2*)(cache + ((int64_t)(first + i) * 2 * kTileBytes << log_splits) + kTileBytes) +
-                      32 * b.warp + b.lane);
-  }
-}
-
 // The newest position's k and v may not have reached the cache when the tiles were loaded: take them from shared memory.
-__device__ __forceinline__ void patch_newest(const Block& b, int first, int newest, TileRegisters& r) {
+__device__ __forceinline__ void patch_newest(const Block& b, int first, int newest, Attention& r) {
   const int p = b.position % kTile, g = b.lane >> 2, t = b.lane & 3;
   if (first + b.warp / 2 == newest && b.warp % 2 == p / 8 && g == p % 8) {
 #pragma unroll
@@ -103,18 +82,14 @@ __device__ __forceinline__ void patch_newest(const Block& b, int first, int newe
 }
 
 template <bool kDebug>
-__device__ __forceinline__ void phase_attention(Block& b) {
+__device__ __forceinline__ void phase_attention(Block& b, Attention& r) {
+  if (r.unit < 0) return;
   b.stamp<kDebug>(kPhaseAttention, 0);
-  const int unit = attention_unit(b.p, b.sm), log_splits = b.p.log_splits, splits = 1 << log_splits;
-  if (unit < 0) return;
-  const int kv_head = unit >> log_splits, split = unit & (splits - 1), g = b.lane >> 2, t = b.lane & 3;
-  const int count = (b.position / kTile - split + splits) >> log_splits;  // tiles of this SM
+  const int log_splits = b.p.log_splits, splits = 1 << log_splits, kv_head = r.unit >> log_splits;
+  const int split = r.unit & (splits - 1), g = b.lane >> 2, t = b.lane & 3, count = r.count(b);
   const bool owns_position = (b.position / kTile & (splits - 1)) == split;
   const int newest = owns_position ? count - 1 : -1;
-  const uint8_t* cache = b.p.kv + kv_tile_offset(b.layer, kv_head, split);
-  TileRegisters r;
-  load_tiles(b, cache, log_splits, 0, count, r);
-  if (b.warp < kGroup + 2) attention_inputs(b, kv_head, owns_position);
+  if (b.warp < kGroup + 2) attention_inputs<kDebug>(b, kv_head, owns_position);
   b.stamp<kDebug>(kPhaseAttention, 1);
   team_sync<kTeam>();
   uint4 q[4];
@@ -123,7 +98,7 @@ __device__ __forceinline__ void phase_attention(Block& b) {
   constexpr float kScale = 0.08838834764831845f * 1.4426950408889634f;  // 1 / sqrt(128), and exponents of two
   float out[4] = {}, top = -INFINITY, sum = 0;
   for (int first = 0; first < count || first == 0; first += kScoreTiles) {
-    if (first) load_tiles(b, cache, log_splits, first, count, r);
+    if (first) load_tiles(b, r, first);
     patch_newest(b, first, newest, r);
     float acc[4] = {}, acc2[4] = {};
 #pragma unroll
@@ -162,7 +137,7 @@ __device__ __forceinline__ void phase_attention(Block& b) {
   sum += __shfl_xor_sync(~0u, sum, 1);
   sum += __shfl_xor_sync(~0u, sum, 2);
   b.stamp<kDebug>(kPhaseAttention, 2);
-  const int mine = kXPartial + unit * kPartialWords;
+  const int mine = kXPartial + r.unit * kPartialWords;
   b.publish(mine + g * kHeadDim + 8 * b.warp + 2 * t, out[0]);
   b.publish(mine + g * kHeadDim + 8 * b.warp + 2 * t + 1, out[1]);
   if (b.warp == 0 && t == 0) {
@@ -174,9 +149,9 @@ __device__ __forceinline__ void phase_attention(Block& b) {
 
 // Every attention SM combines 1024 / splits outputs of its KV head: one thread reads two outputs of one split.
 template <bool kDebug>
-__device__ __forceinline__ void phase_combine(Block& b) {
-  const int unit = attention_unit(b.p, b.sm), log_splits = b.p.log_splits, splits = 1 << log_splits;
+__device__ __forceinline__ void phase_combine(Block& b, int unit) {
   if (unit < 0) return;
+  const int log_splits = b.p.log_splits, splits = 1 << log_splits;
   b.stamp<kDebug>(kPhaseCombine, 0);
   const int kv_head = unit >> log_splits, from = b.tid & (splits - 1), head_row = (unit & (splits - 1)) << (10 - log_splits);
   const int o = head_row + (b.tid >> log_splits) * 2, head = o / kHeadDim;

@@ -34,6 +34,7 @@ template <bool kDebug>
 __device__ __forceinline__ void phase_pair(Block& b, ExpertRing& ring, const uint4 (&x)[4]) {
   b.stamp<kDebug>(kPhasePair, 0);
   const int u0 = first_item(kTokenPairUnits, b.sm), units = first_item(kTokenPairUnits, b.sm + 1) - u0;
+  chosen_wait<kTeam + 32>();
 #pragma unroll 1
   for (int u = 0; u < units; u++) {
     float acc[4] = {};
@@ -106,22 +107,20 @@ __device__ __forceinline__ void phase_down(Block& b, ExpertRing& ring) {
   const uint8_t* tile = b.s.expert[mine.slot()] + slot % 2 * kDownTileBytes;
   const uint4* codes = (const uint4*)tile + half * kChunks * 32 + b.lane;
   const uint16_t* scales = (const uint16_t*)(tile + kMoeIntermediate / 64 * 512) + half * kChunks * 32 + b.lane;
-  uint4 q[kChunks];
-  uint32_t s[kChunks], loaded = 0;
-#pragma unroll
-  for (int c = 0; c < kChunks; c++) {
-    q[c] = codes[32 * c];
-    s[c] = scales[32 * c];
-    loaded |= q[c].w | s[c];
+  const uint32_t* xs = &b.s.x[b.warp][8 * (b.lane & 3)];
+  float acc[2][4] = {};
+  uint32_t loaded = 0;
+#pragma unroll 1  // a short loop: its code is fetched once and then warm
+  for (int c = 0; c < kChunks; c += 2, codes += 64, scales += 64, xs += 64) {
+    const uint4 q0 = codes[0], q1 = codes[32];
+    const uint32_t s0 = scales[0], s1 = scales[32];
+    loaded |= q0.w | q1.w | s0 | s1;
+    mma_nvfp4_chunk(acc[0], q0, s0, *(const uint4*)xs, *(const uint4*)(xs + 4));
+    mma_nvfp4_chunk(acc[1], q1, s1, *(const uint4*)(xs + 32), *(const uint4*)(xs + 36));
   }
+  static_assert(kChunks % 2 == 0);
   mine.release(loaded, b.zero, b.lane, 4);  // four warps share the page, sixteen arrivals free it
   ring.n += kTopK / 2;
-  float acc[2][4] = {};
-#pragma unroll
-  for (int c = 0; c < kChunks; c++) {
-    const uint4* xs = (const uint4*)&b.s.x[b.warp][32 * c + 8 * (b.lane & 3)];
-    mma_nvfp4_chunk(acc[c % 2], q[c], s[c], xs[0], xs[1]);
-  }
   if ((b.lane & 3) == 0) {
     b.s.small[b.warp][b.lane >> 2] = (acc[0][0] + acc[1][0]) * scale;
     b.s.small[b.warp][8 + (b.lane >> 2)] = (acc[0][2] + acc[1][2]) * scale;

@@ -69,9 +69,10 @@ __device__ __forceinline__ bool phase_token(Block& b, int step) {
   b.stamp<kDebug>(kPhaseToken, 0);
   float best = -INFINITY;
   int best_row = 0;
-  if (b.tid < kGrid) {
+  if (b.warp < (kGrid + 31) / 32) {
     ulonglong2 v;
-    const uint64_t* src = b.exchange(kXBest) + 2 * b.tid;
+    const int sm = min(b.tid, kGrid - 1);
+    const uint64_t* src = b.exchange(kXBest) + 2 * sm;
     b.wait([&] {
       v = load_relaxed_2(src);
       return b.fresh(v.x) && b.fresh(v.y);

@@ -1,7 +1,6 @@
 // Phase 3: output projection + residual, and this SM's part of the router. Owner SM s computes hidden rows 16 s .. 16 s + 15
 // and keeps their residual in shared memory for the whole step, so only the new values travel. It multiplies them with its
-// columns of the router at once and adds the 128 partial logits to sums in L2: the logits are then complete one exchange
-// after the hidden state is, not two.
+// columns of the router at once and publishes 128 partial logits.
 #pragma once
 #include "phase_qkv.cuh"
 
@@ -64,9 +63,7 @@ __device__ __forceinline__ void phase_out(Block& b, DenseRing& ring) {
   float part = in.x * bf16_low(r.x) + in.y * bf16_high(r.x) + (in.z * bf16_low(r.y) + in.w * bf16_high(r.y));
   part += __shfl_xor_sync(~0u, part, 1);
   part += __shfl_xor_sync(~0u, part, 2);
-  part = fminf(fmaxf(part, -262144.f), 262144.f);  // 128 of these fit the fixed-point sum
-  if (quarter == 0)
-    add_relaxed(b.router_words() + b.sm % kRouterParts * kExperts + expert, (uint64_t)__float2ll_rn(part * kRouterScale) * 256 + 1);
+  if (quarter == 0) b.publish(kXRouterParts + b.sm * kExperts + expert, part);
   b.stamp<kDebug>(kPhaseOut, 3);
 }
 

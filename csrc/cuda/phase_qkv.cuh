@@ -1,6 +1,7 @@
 // Phase 1: norm + q, k, v projection. The norm's 1/rms is one number a token, so it is applied to the sums: a warp starts
 // as soon as its own columns are there, without waiting for the whole vector.
 #pragma once
+#include "attention_tiles.cuh"
 #include "block.cuh"
 #include "mma.cuh"
 
@@ -59,7 +60,7 @@ __device__ __forceinline__ void dense_units(const Block& b, DenseRing& ring, int
 // Reads the input of layer 0 from the embedding and of the others from the exchange, multiplied by the norm weights, not
 // yet by 1/rms. epoch - 1 is the epoch of the layer before.
 template <bool kDebug>
-__device__ __forceinline__ void phase_qkv(Block& b, DenseRing& ring) {
+__device__ __forceinline__ void phase_qkv(Block& b, DenseRing& ring, Attention& attention) {
   b.stamp<kDebug>(kPhaseQkv, 0);
   const float* norm = b.p.norms + b.layer * kNormLayer + kNormInput;
   uint4 x[kQkvPagesPerUnit][2];
@@ -85,9 +86,7 @@ __device__ __forceinline__ void phase_qkv(Block& b, DenseRing& ring) {
     dense_operands(b, h, pack_bf16x2(v[h].x * g[h].x, v[h].y * g[h].y), x[h]);
   }
   b.stamp<kDebug>(kPhaseQkv, 1);
-  // This input proves that every SM has read the router sums of the layer before; those of two layers ago are cleared for
-  // use two layers on, which leaves more than a layer of time on both sides.
-  if (b.sm < kExperts && b.tid < kRouterParts) store_relaxed(b.router_words(2) + b.tid * kExperts + b.sm, 0);
+  if (attention.unit >= 0) load_tiles(b, attention, 0);  // they arrive while the pages are multiplied
   const int u0 = first_item(kQkvUnits, b.sm), units = first_item(kQkvUnits, b.sm + 1) - u0;
   dense_units(b, ring, units, x);
   squares = warp_sum(squares);

@@ -35,39 +35,8 @@ struct Stream {
   }
   // A block must not end under a copy into its shared memory.
   __device__ __forceinline__ void drain() {
+#pragma unroll 1
     for (uint32_t pages = min(ring.n, (uint32_t)kSlots); pages; pages--) back(pages).wait_full();
-  }
-};
-
-// The dense pages of one SM in the order it reads them, step after step without an end: QKV and output projection of every
-// layer, then lm_head.
-struct DenseCursor {
-  const Params& p;
-  int sm, run = -1;
-  const uint8_t *at = nullptr, *end = nullptr;
-  __device__ __forceinline__ bool next(const uint8_t*& page) {  // true at the first page of a run
-    const bool enter = at == end;
-    while (at == end) {
-      run = run == 2 * kLayers ? 0 : run + 1;
-      const uint8_t* layer = p.dense + (run / 2) * kDenseLayerBytes;
-      if (run == 2 * kLayers) {
-        at = p.head + (int64_t)first_item(kHeadUnits, sm) * kQkvPagesPerUnit * kPageBytes;
-        end = p.head + (int64_t)first_item(kHeadUnits, sm + 1) * kQkvPagesPerUnit * kPageBytes;
-      } else if (run % 2 == 0) {
-        at = layer + (int64_t)first_item(kQkvUnits, sm) * kQkvPagesPerUnit * kPageBytes;
-        end = layer + (int64_t)first_item(kQkvUnits, sm + 1) * kQkvPagesPerUnit * kPageBytes;
-      } else {
-        at = layer + kQkvBytes + (int64_t)min(sm, kOwners) * kOutPages * kPageBytes;
-        end = layer + kQkvBytes + (int64_t)min(sm + 1, kOwners) * kOutPages * kPageBytes;
-      }
-    }
-    page = at;
-    at += kPageBytes;
-    return enter;
-  }
-  __device__ __forceinline__ int pages_per_step() const {
-    return (kLayers * (first_item(kQkvUnits, sm + 1) - first_item(kQkvUnits, sm)) + first_item(kHeadUnits, sm + 1) -
-            first_item(kHeadUnits, sm)) * kQkvPagesPerUnit + (sm < kOwners ? kLayers * kOutPages : 0);
   }
 };
 
@@ -76,27 +45,51 @@ __device__ __forceinline__ void prefetch_cache(const Params& p, int unit, int la
   const int splits = 1 << p.log_splits, split = unit & (splits - 1);
   const int count = min((position / kTile - split + splits) >> p.log_splits, kPrefetchTiles);
   const uint8_t* tile = p.kv + kv_tile_offset(layer, unit >> p.log_splits, split);
+#pragma unroll 1
   for (int i = 0; i < count; i++, tile += 2 * kTileBytes << p.log_splits) bulk_prefetch(tile, 2 * kTileBytes);
+}
+
+// Pages that the ring cannot hold come into L2 in the one part of a layer in which memory is idle: from the moment this SM
+// has multiplied its gate/up pages. Earlier they would delay the experts. True when the slot for the next page is free.
+__device__ __forceinline__ void prefetch_when_idle(const Stream<kDenseSlots>& out, const Shared& s, const uint8_t* w,
+                                                   int pages, uint32_t down) {
+  const Ring<kDenseSlots>& ring = out.ring;
+  while (*(const volatile uint32_t*)&s.progress < down)
+    if (mbarrier_try_wait(ring.empty + 8 * ring.slot(), ring.parity() ^ 1)) return;
+  bulk_prefetch(w, pages * kPageBytes);
 }
 
 // One thread.
 __device__ __forceinline__ void produce_dense(const Params& p, Shared& s, int sm, int unit) {
   Stream<kDenseSlots> out{{smem_address(s.dense_full), smem_address(s.dense_empty)},
                           smem_address(s.dense), kPageBytes, (uint32_t)p.dense_flight, evict_first_policy(), &s.quit};
-  DenseCursor now{p, sm}, later{p, sm};
-  const uint8_t* page;
-  for (int i = 0; i < p.ahead; i++) later.next(page);
-  const int pages = now.pages_per_step();
-  for (int step = 0; step < p.steps; step++)
-    for (int i = 0; i < pages; i++) {
-      if (p.ahead) {
-        later.next(page);
-        bulk_prefetch(page, kPageBytes);
+  const int qkv0 = first_item(kQkvUnits, sm) * kQkvPagesPerUnit,
+            qkv_pages = first_item(kQkvUnits, sm + 1) * kQkvPagesPerUnit - qkv0;
+  const int head0 = first_item(kHeadUnits, sm) * kQkvPagesPerUnit,
+            head_pages = first_item(kHeadUnits, sm + 1) * kQkvPagesPerUnit - head0;
+  const int out_pages = sm < kOwners ? kOutPages : 0;
+  uint32_t epoch = p.first_epoch;  // of the layer before
+#pragma unroll 1
+  for (int step = 0; step < p.steps; step++) {
+#pragma unroll 1
+    for (int layer = 0; layer < kLayers; layer++, epoch++) {
+      const uint8_t* qkv = p.dense + layer * kDenseLayerBytes + (int64_t)qkv0 * kPageBytes;
+      const uint8_t* o = p.dense + layer * kDenseLayerBytes + kQkvBytes + (int64_t)sm * kOutPages * kPageBytes;
+      if (unit >= 0) prefetch_cache(p, unit, layer, p.position + step);
+#pragma unroll 1
+      for (int i = 0; i < qkv_pages + out_pages; i++) {
+        if (i == kDenseSlots && layer && p.prefetch) {
+          if (qkv_pages > i) prefetch_when_idle(out, s, qkv + i * kPageBytes, qkv_pages - i, epoch * kPhases + kPhaseDown);
+          if (out_pages && p.prefetch > 1) prefetch_when_idle(out, s, o, out_pages, epoch * kPhases + kPhaseDown);
+        }
+        const uint8_t* w = i < qkv_pages ? qkv + i * kPageBytes : o + (i - qkv_pages) * kPageBytes;
+        if (!out.page(w, kPageBytes)) return out.drain();
       }
-      if (now.next(page) && unit >= 0 && now.run % 2 == 0 && now.run < 2 * kLayers)
-        prefetch_cache(p, unit, now.run / 2, p.position + step);
-      if (!out.page(page, kPageBytes)) return out.drain();
     }
+#pragma unroll 1
+    for (int i = 0; i < head_pages; i++)
+      if (!out.page(p.head + (int64_t)(head0 + i) * kPageBytes, kPageBytes)) return out.drain();
+  }
   out.drain();
 }
 
@@ -118,60 +111,97 @@ __device__ __forceinline__ void watch(const Params& p, Shared& s, int sm) {
   }
 }
 
-// Larger float -> larger unsigned.
-__device__ __forceinline__ uint32_t order_key(float v) {
-  uint32_t u = __float_as_uint(v);
-  return u & 0x80000000u ? ~u : u | 0x80000000u;
+// Larger float -> larger unsigned, never 0 for a number; and back.
+__device__ __forceinline__ uint32_t order_key(uint32_t bits) { return bits & 0x80000000u ? ~bits : bits | 0x80000000u; }
+__device__ __forceinline__ float key_value(uint32_t key) {
+  return __uint_as_float(key & 0x80000000u ? key ^ 0x80000000u : ~key);
 }
 
-// The whole warp: waits for the 128 sums, chooses the eight largest (ties to the lower expert; 1/rms is positive and does
+// One warp of SM e: sums the owners' parts of expert e's logit, layer after layer, and publishes it.
+template <bool kDebug>
+__device__ __forceinline__ void sum_logits(Block b) {
+  if (b.sm >= kExperts) return;
+  const volatile int32_t& quit = b.s.quit;
+#pragma unroll 1
+  for (int step = 0; step < b.p.steps; step++)
+    for (b.layer = 0; b.layer < kLayers; b.layer++, b.epoch++) {
+      const uint64_t* src = b.exchange(kXRouterParts) + b.lane * kExperts + b.sm;
+      float sum;
+      bool ready;
+      do {  // the sum inside the loop keeps its code warm
+        uint64_t v[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) v[i] = load_relaxed(src + 32 * i * kExperts);
+        ready = b.fresh(v[0]) && b.fresh(v[1]) && b.fresh(v[2]) && b.fresh(v[3]);
+        sum = warp_sum((word_float(v[0]) + word_float(v[1])) + (word_float(v[2]) + word_float(v[3])));
+        if (quit) return;
+      } while (!__all_sync(~0u, ready) && !*(const volatile int32_t*)&b.s.expired);
+      if (b.lane == 0) {
+        b.publish(kXLogits + b.sm, sum);
+        b.dump<kDebug>(kDumpLogits + b.sm, sum);
+      }
+    }
+}
+
+// The whole warp waits for the 128 logits, chooses the eight largest (ties to the lower expert; 1/rms is positive and does
 // not change the order) and leaves them in shared memory. False when the consumers left.
 template <bool kDebug>
 __device__ __forceinline__ bool choose_experts(const Block& b) {
+  const volatile int32_t& quit = b.s.quit;
+  int32_t* chosen = b.s.expert_id[b.layer & 1];
+  float* logits = b.s.expert_logit[b.layer & 1];
   b.stamp<kDebug>(kPhaseChoose, 0);
-  uint64_t sum[4];
-  const uint64_t* src = b.router_words() + 4 * b.lane;
-  b.wait([&] {
-    ulonglong2 v[2 * kRouterParts];
-#pragma unroll
-    for (int i = 0; i < 2 * kRouterParts; i++) v[i] = load_relaxed_2(src + i / 2 * kExperts + i % 2 * 2);
-#pragma unroll
-    for (int i = 0; i < 4; i++) sum[i] = 0;
-#pragma unroll
-    for (int i = 0; i < 2 * kRouterParts; i++) sum[i % 2 * 2] += v[i].x, sum[i % 2 * 2 + 1] += v[i].y;
-    bool complete = true;
-#pragma unroll
-    for (int i = 0; i < 4; i++) complete = complete && (sum[i] & 255) == kOwners;
-    return complete || *(const volatile int32_t*)&b.s.quit;
-  });
-  if (__any_sync(~0u, *(const volatile int32_t*)&b.s.quit)) return false;
-  b.stamp<kDebug>(kPhaseChoose, 1);
-  float logit[4];
-  uint32_t key[4];
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    logit[i] = (float)((int64_t)sum[i] >> 8) * (1.f / kRouterScale);
-    key[i] = order_key(logit[i]);
-  }
-#pragma unroll 1  // rolled: eight cold copies of it would mostly wait for instructions
-  for (int k = 0; k < kTopK; k++) {
-    const uint32_t local = max(max(key[0], key[1]), max(key[2], key[3]));
-    const uint32_t best = __reduce_max_sync(~0u, local);
-    if (b.lane == __ffs(__ballot_sync(~0u, local == best)) - 1) {
-      const int i = key[0] == best ? 0 : key[1] == best ? 1 : key[2] == best ? 2 : 3;
-      b.s.expert_id[b.layer & 1][k] = 4 * b.lane + i;
-      b.s.expert_logit[b.layer & 1][k] = i == 0 ? logit[0] : i == 1 ? logit[1] : i == 2 ? logit[2] : logit[3];
-#pragma unroll
-      for (int j = 0; j < 4; j++) key[j] = i == j ? 0 : key[j];
-    }
+  // Rehearsed when this SM has done its part of the router: then the logits are an exchange away.
+  while (*(const volatile uint32_t*)&b.s.progress < b.epoch * kPhases + kPhaseRouter && !quit) __nanosleep(20);
+  rehearse([&](bool real) {
+    ulonglong2 v0, v1;
+    const uint64_t* src = b.exchange(kXLogits) + 4 * b.lane;
+    b.wait([&] {
+      v0 = load_relaxed_2(src);
+      v1 = load_relaxed_2(src + 2);
+      return (b.fresh(v0.x) && b.fresh(v0.y) && b.fresh(v1.x) && b.fresh(v1.y)) || quit || !real;
+    });
     __syncwarp();
-  }
-  __syncwarp();
+    if (real) b.stamp<kDebug>(kPhaseChoose, 1);
+    // {order key, expert} of this lane, largest first: after that a round is one reduction, one vote and a shift.
+    uint32_t key[4] = {order_key((uint32_t)v0.x), order_key((uint32_t)v0.y), order_key((uint32_t)v1.x),
+                       order_key((uint32_t)v1.y)};
+    int id[4] = {4 * b.lane, 4 * b.lane + 1, 4 * b.lane + 2, 4 * b.lane + 3};
+    auto sort = [&](int i, int j) {  // equal keys keep their order because only neighbours are compared
+      const bool swap = key[j] > key[i];
+      const uint32_t k = swap ? key[j] : key[i];
+      key[j] = swap ? key[i] : key[j];
+      key[i] = k;
+      const int n = swap ? id[j] : id[i];
+      id[j] = swap ? id[i] : id[j];
+      id[i] = n;
+    };
+    sort(0, 1), sort(2, 3), sort(1, 2), sort(0, 1), sort(2, 3), sort(1, 2);
+    const uint32_t self = 1u << b.lane, not_higher = self | (self - 1);
+    uint32_t head = key[0], next = key[1], third = key[2], fourth = key[3], ranks = 0, shift = 0;
+#pragma unroll 1
+    for (uint32_t k = 0; k < kTopK; k++) {
+      const uint32_t best = __reduce_max_sync(~0u, head);
+      const bool win = (__ballot_sync(~0u, head == best) & not_higher) == self;
+      ranks |= win ? k << shift : 0;
+      shift += win ? 8 : 0;
+      head = win ? next : head;
+      next = win ? third : next;
+      third = win ? fourth : third;
+      fourth = win ? 0 : fourth;
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < 4; i++)
+      if (8 * i < shift) {
+        const uint32_t k = ranks >> 8 * i & 255;
+        chosen[k] = id[i];
+        logits[k] = key_value(key[i]);
+      }
+    __syncwarp();
+  });
+  if (__any_sync(~0u, quit)) return false;
   b.stamp<kDebug>(kPhaseChoose, 2);
-  if (kDebug && b.sm == 0) {
-    for (int i = 0; i < 4; i++) b.dump<kDebug>(kDumpLogits + 4 * b.lane + i, logit[i]);
-    if (b.lane < kTopK) b.dump<kDebug>(kDumpIds + b.lane, (float)b.s.expert_id[b.layer & 1][b.lane]);
-  }
+  if (b.sm == 0 && b.lane < kTopK) b.dump<kDebug>(kDumpIds + b.lane, (float)chosen[b.lane]);
   return true;
 }
 
@@ -183,6 +213,7 @@ __device__ __forceinline__ void produce_experts(Block b) {
   constexpr int kFirstPages = 2;  // issued before the scales are fetched; a gate/up page must be left for after
   static_assert(kTokenPairUnits / kGrid > kFirstPages);
   const int u0 = first_item(kTokenPairUnits, b.sm), u1 = first_item(kTokenPairUnits, b.sm + 1);
+#pragma unroll 1
   for (int step = 0; step < b.p.steps; step++) {
     b.traced = step + 1 == b.p.steps;
     for (b.layer = 0; b.layer < kLayers; b.layer++, b.epoch++) {
@@ -190,19 +221,24 @@ __device__ __forceinline__ void produce_experts(Block b) {
       const int32_t* id = b.s.expert_id[b.layer & 1];
       const uint8_t* w = b.p.experts + (int64_t)b.layer * kExperts * kExpertBytes;
       auto pair_pages = [&](int first, int last) {
+#pragma unroll 1
         for (int u = first; u < last; u++)
           out.page(w + id[u / kPairUnits] * kExpertBytes + (u % kPairUnits) * kPairTileBytes, kPairTileBytes);
       };
       if (b.lane == 0) pair_pages(u0, u0 + kFirstPages);
+      __syncwarp();
+      chosen_arrive<kTeam + 32>();
       if (b.lane < kTopK)
         b.s.expert_scale[b.layer & 1][b.lane] = __ldg(&b.p.expert_scales[b.layer * kExperts + id[b.lane]]);
       __syncwarp();
       if (b.lane == 0) {
         pair_pages(u0 + kFirstPages, u1);
         if (b.owner())
+#pragma unroll 1
           for (int k = 0; k < kTopK; k += 2) {  // two experts' tiles a page
             out.open();
             mbarrier_expect_bytes(out.barrier(), 2 * kDownTileBytes);
+#pragma unroll 1
             for (int i = 0; i < 2; i++)
               bulk_copy(out.address() + i * kDownTileBytes,
                         w + id[k + i] * kExpertBytes + kPairBytes + b.sm * kDownTileBytes, kDownTileBytes,

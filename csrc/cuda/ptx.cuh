@@ -69,9 +69,6 @@ __device__ __forceinline__ ulonglong2 load_relaxed_2(const uint64_t* p) {
   asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(v.x), "=l"(v.y) : "l"(p) : "memory");
   return v;
 }
-__device__ __forceinline__ void add_relaxed(uint64_t* p, uint64_t v) {
-  asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
-}
 __device__ __forceinline__ uint64_t global_nanoseconds() {
   uint64_t t;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
@@ -83,6 +80,16 @@ __device__ __forceinline__ uint64_t global_nanoseconds() {
 template <int kThreads>
 __device__ __forceinline__ void team_sync() {
   asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
+}
+// Named barrier 2: from the warp that chooses the experts to the consumers. Unlike a spin on an mbarrier it costs the
+// waiting warps no instructions, which the choosing warp would have to share with them.
+template <int kThreads>
+__device__ __forceinline__ void chosen_arrive() {
+  asm volatile("bar.arrive 2, %0;" ::"n"(kThreads) : "memory");
+}
+template <int kThreads>
+__device__ __forceinline__ void chosen_wait() {
+  asm volatile("bar.sync 2, %0;" ::"n"(kThreads) : "memory");
 }
 // mask ? a : b, bit by bit
 __device__ __forceinline__ uint32_t bit_select(uint32_t mask, uint32_t a, uint32_t b) {
