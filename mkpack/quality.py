@@ -61,7 +61,10 @@ def tokens_of(text: str, tokenizer: Text, limit: int, context: int) -> list[int]
 
 
 def measure(model: Step, reference: Step, tokens: Sequence[int], chunk: int = 16) -> Quality:
-    """Both steps start from an empty cache. chunk: tokens a call, at most the compiled-in limit of either."""
+    """Both steps start from an empty cache. chunk: tokens a call, at most the compiled-in limit of either.
+
+    UserError for logits that are not finite.
+    """
     import numpy as np
 
     nll = reference_nll = kl = 0.0
@@ -86,6 +89,11 @@ def _perplexity(nll: float) -> float:
 def _log_softmax(logits: np.ndarray) -> np.ndarray:
     import numpy as np
 
+    if not np.isfinite(logits).all():
+        raise UserError(
+            "quality cannot be measured: the model computes NaN or infinite logits on the text, so its weights overflow "
+            "float32; check the checkpoint against its source"
+        )
     x = logits.astype(np.float64)
     x -= x.max(axis=1, keepdims=True)
     return x - np.log(np.exp(x).sum(axis=1, keepdims=True))

@@ -31,8 +31,8 @@ while [ $# -gt 0 ]; do
   shift
 done
 [ -z "$out" ] && exit 0
-[ -n "$BUILD_PAUSE" ] && sleep "$BUILD_PAUSE"
 echo "$out" >> "$0.log"
+[ -n "$BUILD_PAUSE" ] && sleep "$BUILD_PAUSE"
 echo kernel > "$out"; echo "$out:" > "$dep"
 """
 
@@ -56,7 +56,7 @@ def stub_compiler(path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def compilations(stub: Path) -> int:
-    """How many kernels a stub compiler has made."""
+    """How many kernels a stub compiler has begun."""
     log = stub.with_name(f"{stub.name}.log")
     return len(log.read_text().splitlines()) if log.exists() else 0
 

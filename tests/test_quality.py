@@ -74,6 +74,14 @@ def test_logits_of_any_size_give_numbers_that_json_can_say():
     assert "perplexity" in found.render()
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_logits_that_are_not_finite_are_refused(value):
+    broken = TABLES[0].copy()
+    broken[TOKENS[20], 3] = value
+    with pytest.raises(UserError, match="NaN or infinite logits"):
+        measure(Table(broken), Table(TABLES[0]), TOKENS)
+
+
 def test_the_text_is_read_and_cut(tmp_path):
     families.make_case(tmp_path / "checkpoint", "mixtral-plain")
     tokenizer = Text({"tokenizer.json": (tmp_path / "checkpoint" / "tokenizer.json").read_bytes()})
