@@ -91,7 +91,7 @@ def _log_softmax(logits: np.ndarray) -> np.ndarray:
 
     if not np.isfinite(logits).all():
         raise UserError(
-            "quality cannot be measured: the model computes NaN or infinite logits on the text, so its weights overflow "
+            "quality cannot be measured: the model computes NaN or infinite logits on the text: its weights overflow "
             "float32; check the checkpoint against its source"
         )
     x = logits.astype(np.float64)
