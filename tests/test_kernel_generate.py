@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+import re
+import signal
 import subprocess
 import threading
 import time
@@ -367,23 +369,47 @@ def test_a_closed_kernel_is_unloaded(tmp_path, blobs, kernel):
     assert mapped() == before
 
 
-def test_a_wait_that_takes_too_long_is_given_up(kernel, blobs):
-    """More threads than cores and no patience: an error that names who waited for whom, and a process that lives."""
-    with running(kernel, LAYOUT, LIMITS, blobs, threads=8, wait_limit_s=1e-9) as model:
-        for _ in range(1000):
+def hold(worker: int) -> None:
+    """Makes a thread of this process sleep for a second: it gets SIGHUP (1), whose handler is sleep()."""
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+    libc.signal.restype = ctypes.c_void_p
+    before = libc.signal(signal.SIGHUP, ctypes.cast(libc.sleep, ctypes.c_void_p))
+    libc.tgkill(os.getpid(), worker, signal.SIGHUP)
+    time.sleep(0.1)
+    libc.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("generating", [False, True])
+def test_a_wait_that_takes_too_long_is_given_up(generating, kernel, blobs):
+    """A stuck thread: an error that names who waited for whom, and a process that lives."""
+    before = set(os.listdir("/proc/self/task"))
+    with running(kernel, LAYOUT, LIMITS, blobs, threads=3, wait_limit_s=0.15) as model:
+        model.run(PROMPT)
+        model.truncate(0)
+        workers = sorted(int(t) for t in set(os.listdir("/proc/self/task")) - before)
+        assert len(workers) == 2
+        hold(workers[1])
+        if generating:
+            got = model.generate(PROMPT)
+            code, text = got.code, got.error
+            place = "begin"
+        else:
             code, _ = model.try_step([1])
-            if code != abi.OK:
-                break
-            model.truncate(0)
+            text, place = model.error(), "qkv of layer 0"
         assert code == abi.ERR_TIMEOUT
-        text = model.error()
-        for part in ("thread", "waited more than", "after phase", "of layer", "for thread"):
-            assert part in text or (part == "of layer" and "head" in text)
+        assert re.fullmatch(rf"thread [01] waited more than 0\.15\d* s after phase {place} for thread 2", text), text
         got = model.generate(PROMPT)
         assert got.code == abi.ERR_TIMEOUT and got.error == text
         assert model.try_step([1])[0] == abi.ERR_TIMEOUT
     with running(kernel, LAYOUT, LIMITS, blobs) as model:
         assert len(model.generate(PROMPT).tokens) == 8
+
+
+def test_more_threads_than_cores_are_no_timeout(kernel, blobs):
+    with running(kernel, LAYOUT, LIMITS, blobs, threads=3 * (os.cpu_count() or 1) + 1, wait_limit_s=20) as model:
+        got = model.generate(PROMPT, max_new_tokens=12)
+        assert got.code == abi.OK and len(got.tokens) == 12, got.error
 
 
 def test_a_slow_callback_is_no_timeout(kernel, blobs):
