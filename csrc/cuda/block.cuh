@@ -39,7 +39,7 @@ struct Params {
   uint32_t first_epoch;         // epochs used so far in these exchange buffers: layers x steps
   int32_t position, steps;      // of tokens[0]; tokens to run
   int32_t log_splits;           // the KV cache is split in 2^log_splits shares, at most 32
-  int32_t dense_flight, expert_flight;  // copies allowed under way: more does not raise the bandwidth, but delays flags
+  int32_t dense_flight, head_flight, expert_flight;  // copies allowed under way: more does not raise the bandwidth, but delays flags
   int32_t prefetch;             // whether dense pages that the ring cannot hold are brought into L2 while experts compute
   int32_t attention_stride;     // every how many SMs one computes attention: kGrid / (kKvHeads << log_splits)
 };
@@ -132,6 +132,10 @@ struct Block {
   __device__ __forceinline__ void publish(int offset, uint32_t bits) const {
     store_relaxed(exchange(offset), (uint64_t)bits | (uint64_t)epoch << 32);
   }
+  // The copy of a `words` long array that this SM reads.
+  __device__ __forceinline__ uint64_t* copy(int offset, int words, uint32_t back = 0) const {
+    return exchange(offset + sm % kCopies * words, back);
+  }
   __device__ __forceinline__ void publish(int offset, float v) const { publish(offset, __float_as_uint(v)); }
   __device__ __forceinline__ bool fresh(uint64_t word, uint32_t back = 0) const {
     return (uint32_t)(word >> 32) == epoch - back;
@@ -147,8 +151,8 @@ struct Block {
   // rest of its step on whatever is there and leaves.
   template <class Ready>
   __device__ __forceinline__ void wait(Ready&& ready) const {
-    while (!__all_sync(~0u, ready()))  // the whole warp leaves together: shuffles need no detours then
-      if (*(const volatile int32_t*)&s.expired) break;
+    for (uint32_t spins = 1; !__all_sync(~0u, ready()); spins++)  // together: shuffles need no detours then
+      if (spins % 16 == 0 && *(const volatile int32_t*)&s.expired) break;
   }
   // Told at the head of every phase: what the watchdog reports, and the sign of life it looks for.
   __device__ __forceinline__ void enter(Phase phase) const {

@@ -110,15 +110,20 @@ constexpr int64_t kKvBytes = (int64_t)kLayers * kKvHeads * kMaxTiles * 2 * kTile
 // ---- exchange buffers: 8-byte {value, epoch} words, two copies in turn ----------------------------------------------
 constexpr int kMaxUnits = 128;                      // attention units: KV heads x splits
 constexpr int kPartialWords = kGroup * kHeadDim + 2 * kGroup;  // sums, then maximum and denominator of every head
-constexpr int kXMid = 0;                            // float32: hidden after attention
-constexpr int kXOut = kXMid + kHidden;              // float32: hidden after the experts
-constexpr int kXQkv = kXOut + kHidden;              // float32: q, k, v before norm and RoPE
-constexpr int kXAttention = kXQkv + kQkvRows;       // bf16 x 2: attention output
-constexpr int kXExperts = kXAttention + kQRows / 2;  // bf16 x 2: SwiGLU outputs, slot major
-constexpr int kXPartial = kXExperts + kTopK * kMoeIntermediate / 2;  // float32: attention partials
-constexpr int kXBest = kXPartial + kMaxUnits * kPartialWords;        // {logit}, {token} of every SM
-constexpr int kXRouterParts = kXBest + 2 * kGrid;                   // float32 [owner][expert]: partial router logits
-constexpr int kXLogits = kXRouterParts + kOwners * kExperts;        // float32: their sums
-constexpr int kXWords = (kXLogits + kExperts + 15) / 16 * 16, kExchangeWords = 2 * kXWords;
+// What the whole grid polls exists in kCopies copies, and SM s reads copy s % kCopies: 132 SMs that poll the same lines
+// queue up in L2 behind each other.
+constexpr int kCopies = 4;
+constexpr int kXMid = 0;                                          // float32: hidden after attention, copies
+constexpr int kXOut = kXMid + kCopies * kHidden;                  // float32: hidden after the experts, copies
+constexpr int kXAttention = kXOut + kCopies * kHidden;            // bf16 x 2: attention output, copies
+constexpr int kXExperts = kXAttention + kCopies * kQRows / 2;     // bf16 x 2: SwiGLU outputs, slot major, copies
+constexpr int kExpertWords = kTopK * kMoeIntermediate / 2;
+constexpr int kLogitCopies = 8;
+constexpr int kXLogits = kXExperts + kCopies * kExpertWords;      // float32: router logits, kLogitCopies copies
+constexpr int kXQkv = kXLogits + kLogitCopies * kExperts;         // float32: q, k, v before norm and RoPE
+constexpr int kXPartial = kXQkv + kQkvRows;                       // float32: attention partials
+constexpr int kXBest = kXPartial + kMaxUnits * kPartialWords;     // {logit}, {token} of every SM
+constexpr int kXRouterParts = kXBest + 2 * kGrid;                 // float32 [expert][owner]: partial router logits
+constexpr int kXWords = (kXRouterParts + kOwners * kExperts + 15) / 16 * 16, kExchangeWords = 2 * kXWords;
 
 }  // namespace mk

@@ -171,13 +171,13 @@ __device__ __forceinline__ void phase_combine(Block& b, int unit) {
     x += __shfl_xor_sync(~0u, x, i);
     y += __shfl_xor_sync(~0u, y, i);
   }
+  const float inverse = __fdividef(1.f, sum);
+  const int row = kv_head * kGroup * kHeadDim + o;
+  for (int copy = from; copy < kCopies; copy += splits)
+    b.publish(kXAttention + copy * (kQRows / 2) + row / 2, pack_bf16x2(x * inverse, y * inverse));
   if (from == 0) {
-    const float inverse = __fdividef(1.f, sum);
-    x *= inverse, y *= inverse;
-    const int row = kv_head * kGroup * kHeadDim + o;
-    b.publish(kXAttention + row / 2, pack_bf16x2(x, y));
-    b.dump<kDebug>(kDumpAttention + row, x);
-    b.dump<kDebug>(kDumpAttention + row + 1, y);
+    b.dump<kDebug>(kDumpAttention + row, x * inverse);
+    b.dump<kDebug>(kDumpAttention + row + 1, y * inverse);
   }
   b.stamp<kDebug>(kPhaseCombine, 3);
 }

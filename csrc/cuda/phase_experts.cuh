@@ -12,7 +12,7 @@ __device__ __forceinline__ void phase_router(Block& b, uint4 (&x)[4]) {
   const int column = 128 * b.warp + 4 * b.lane;
   const float4 g = __ldg((const float4*)(b.p.norms + b.layer * kNormLayer + kNormPost + column));
   ulonglong2 v0, v1;
-  const uint64_t* src = b.exchange(kXMid) + column;
+  const uint64_t* src = b.copy(kXMid, kHidden) + column;
   b.wait([&] {
     v0 = load_relaxed_2(src);
     v1 = load_relaxed_2(src + 2);
@@ -62,10 +62,8 @@ __device__ __forceinline__ void phase_pair(Block& b, ExpertRing& ring, const uin
     float up = sum_partials(b.s.big, 16 * b.warp + 8 + pair, b.lane >> 3) * scale;
     float h = __fdividef(gate, 1.f + __expf(-gate)) * up, next = __shfl_down_sync(~0u, h, 1);
     int row = slot * kMoeIntermediate + (unit % kPairUnits) * 8 + pair;
-    if (b.lane < 8) {
-      if (pair % 2 == 0) b.publish(kXExperts + row / 2, pack_bf16x2(h, next));
-      b.dump<kDebug>(kDumpExperts + row, h);
-    }
+    if (pair % 2 == 0) b.publish(kXExperts + (b.lane >> 3) * kExpertWords + row / 2, pack_bf16x2(h, next));
+    if (b.lane < 8) b.dump<kDebug>(kDumpExperts + row, h);
   }
   b.stamp<kDebug>(kPhasePair, 3);
 }
@@ -77,7 +75,7 @@ __device__ __forceinline__ void phase_down(Block& b, ExpertRing& ring) {
   b.stamp<kDebug>(kPhaseDown, 0);
   if (!b.owner()) return;
   constexpr int kChunks = kMoeIntermediate / 128, kWords = kChunks * 32, kPairs = kChunks / 2;
-  const uint64_t* src = b.exchange(kXExperts) + b.warp * kWords + 2 * b.lane;
+  const uint64_t* src = b.copy(kXExperts, kExpertWords) + b.warp * kWords + 2 * b.lane;
   const int slot = b.warp / 2, half = b.warp % 2;
   // Softmax over the chosen logits, which still lack 1/rms, times the tensor's scale.
   const float* logits = b.s.expert_logit[b.layer & 1];
@@ -129,11 +127,11 @@ __device__ __forceinline__ void phase_down(Block& b, ExpertRing& ring) {
   team_sync<kTeam>();
   if (b.warp < kOwnedRows / 8) {
     int row = 8 * b.warp + (b.lane & 7);
-    float y = sum_partials(b.s.small, row, b.lane >> 3);
+    const float y = sum_partials(b.s.small, row, b.lane >> 3) + b.s.residual[row];
+    b.publish(kXOut + (b.lane >> 3) * kHidden + b.sm * kOwnedRows + row, y);
+    __syncwarp();
     if (b.lane < 8) {
-      y += b.s.residual[row];
       b.s.residual[row] = y;
-      b.publish(kXOut + b.sm * kOwnedRows + row, y);
       b.dump<kDebug>(kDumpOut + b.sm * kOwnedRows + row, y);
     }
   }

@@ -31,7 +31,8 @@ __device__ __forceinline__ void phase_head(Block& b, DenseRing& ring) {
   int best_row = 0;
   for (int u = u0; u < u1; u += kHeadChunk) {
     const int units = min(kHeadChunk, u1 - u);
-    dense_units(b, ring, units, x);
+#pragma unroll 1
+    for (int i = 0; i < units; i++) dense_unit(b, ring, b.s.big, i, x);
     team_sync<kTeam>();
     if (u == u0) rms = inverse_rms(b.s.squares[0]);
     if (b.warp < units) {

@@ -21,7 +21,7 @@ __device__ __forceinline__ void phase_out(Block& b, DenseRing& ring) {
     bool ready = true;
 #pragma unroll
     for (int h = 0; h < kOutPagesPerUnit; h++) {
-      v[h] = load_relaxed(b.exchange(kXAttention) + dense_column(b, h) / 2);
+      v[h] = load_relaxed(b.copy(kXAttention, kQRows / 2) + dense_column(b, h) / 2);
       ready = ready && b.fresh(v[h]);
     }
     return ready;
@@ -30,29 +30,14 @@ __device__ __forceinline__ void phase_out(Block& b, DenseRing& ring) {
   for (int h = 0; h < kOutPagesPerUnit; h++) dense_operands(b, h, (uint32_t)v[h], x[h]);
   b.stamp<kDebug>(kPhaseOut, 1);
 #pragma unroll 1
-  for (int u = 0; u < kUnits; u++) {
-    float acc[2][4] = {};
-#pragma unroll
-    for (int h = 0; h < kOutPagesPerUnit; h++) {
-      ring.wait_full();
-      const uint4* page = (const uint4*)(b.s.dense[ring.slot()] + b.warp * 1024) + b.lane;
-      uint4 wa = page[0], wb = page[32];
-      ring.release(wa.w | wb.w, b.zero, b.lane);
-      mma_bf16_page(acc, wa, wb, x[h][0], x[h][1]);
-    }
-    if (b.lane < 4) {
-      float* out = &b.s.small[b.warp][8 * u + 2 * b.lane];
-      out[0] = acc[0][0] + acc[1][0];
-      out[1] = acc[0][1] + acc[1][1];
-    }
-  }
+  for (int u = 0; u < kUnits; u++) dense_unit(b, ring, b.s.small, u, x);
   b.stamp<kDebug>(kPhaseOut, 2);
   team_sync<kTeam>();
   if (b.warp < kUnits) {
-    float y = sum_partials(b.s.small, row, b.lane >> 3);
+    const float y = sum_partials(b.s.small, row, b.lane >> 3) + b.s.residual[row];
+    b.publish(kXMid + (b.lane >> 3) * kHidden + b.sm * kOwnedRows + row, y);
+    __syncwarp();
     if (b.lane < 8) {
-      y += b.s.residual[row];
-      b.publish(kXMid + b.sm * kOwnedRows + row, y);
       b.s.residual[row] = y;
       b.s.router_input[row] = y * g;
       b.dump<kDebug>(kDumpMid + b.sm * kOwnedRows + row, y);
@@ -63,7 +48,7 @@ __device__ __forceinline__ void phase_out(Block& b, DenseRing& ring) {
   float part = in.x * bf16_low(r.x) + in.y * bf16_high(r.x) + (in.z * bf16_low(r.y) + in.w * bf16_high(r.y));
   part += __shfl_xor_sync(~0u, part, 1);
   part += __shfl_xor_sync(~0u, part, 2);
-  if (quarter == 0) b.publish(kXRouterParts + b.sm * kExperts + expert, part);
+  if (quarter == 0) b.publish(kXRouterParts + expert * kOwners + b.sm, part);
   b.stamp<kDebug>(kPhaseOut, 3);
 }
 

@@ -22,7 +22,7 @@ __device__ __forceinline__ void dense_operands(const Block& b, int h, uint32_t p
 // Waits for this lane's columns of the hidden state that the layer before left.
 __device__ __forceinline__ void wait_hidden(const Block& b, float2 (&x)[kQkvPagesPerUnit]) {
   ulonglong2 v[kQkvPagesPerUnit];
-  const uint64_t* src = b.exchange(kXOut, 1) + dense_column(b, 0);
+  const uint64_t* src = b.copy(kXOut, kHidden, 1) + dense_column(b, 0);
   b.wait([&] {
     bool ready = true;
 #pragma unroll
@@ -36,24 +36,27 @@ __device__ __forceinline__ void wait_hidden(const Block& b, float2 (&x)[kQkvPage
   for (int h = 0; h < kQkvPagesPerUnit; h++) x[h] = make_float2(word_float(v[h].x), word_float(v[h].y));
 }
 
-// Multiplies `units` row units of 8 x 2048 with the input; sums of this warp's columns go to big[warp][8 unit + row].
-__device__ __forceinline__ void dense_units(const Block& b, DenseRing& ring, int units, const uint4 (&x)[kQkvPagesPerUnit][2]) {
-#pragma unroll 1
-  for (int u = 0; u < units; u++) {
-    float acc[2][4] = {};
+// Multiplies one row unit of 8 rows with the input; the sums of this warp's columns go to part[warp][8 unit + row]. All pages
+// are loaded before the first product: the loads of one hide behind those of the others.
+template <int kPages, int kStride>
+__device__ __forceinline__ void dense_unit(const Block& b, DenseRing& ring, float (&part)[kWarps][kStride], int unit,
+                                           const uint4 (&x)[kPages][2]) {
+  uint4 w[kPages][2];
 #pragma unroll
-    for (int h = 0; h < kQkvPagesPerUnit; h++) {
-      ring.wait_full();
-      const uint4* page = (const uint4*)(b.s.dense[ring.slot()] + b.warp * 1024) + b.lane;
-      uint4 wa = page[0], wb = page[32];
-      ring.release(wa.w | wb.w, b.zero, b.lane);
-      mma_bf16_page(acc, wa, wb, x[h][0], x[h][1]);
-    }
-    if (b.lane < 4) {  // token 0 is the MMA's row 0
-      float* out = &b.s.big[b.warp][8 * u + 2 * b.lane];
-      out[0] = acc[0][0] + acc[1][0];
-      out[1] = acc[0][1] + acc[1][1];
-    }
+  for (int h = 0; h < kPages; h++) {
+    ring.wait_full();
+    const uint4* page = (const uint4*)(b.s.dense[ring.slot()] + b.warp * 1024) + b.lane;
+    w[h][0] = page[0];
+    w[h][1] = page[32];
+    ring.release(w[h][0].w | w[h][1].w, b.zero, b.lane);
+  }
+  float acc[2][4] = {};
+#pragma unroll
+  for (int h = 0; h < kPages; h++) mma_bf16_page(acc, w[h][0], w[h][1], x[h][0], x[h][1]);
+  if (b.lane < 4) {  // token 0 is the MMA's row 0
+    float* out = &part[b.warp][8 * unit + 2 * b.lane];
+    out[0] = acc[0][0] + acc[1][0];
+    out[1] = acc[0][1] + acc[1][1];
   }
 }
 
@@ -88,7 +91,8 @@ __device__ __forceinline__ void phase_qkv(Block& b, DenseRing& ring, Attention& 
   b.stamp<kDebug>(kPhaseQkv, 1);
   if (attention.unit >= 0) load_tiles(b, attention, 0);  // they arrive while the pages are multiplied
   const int u0 = first_item(kQkvUnits, b.sm), units = first_item(kQkvUnits, b.sm + 1) - u0;
-  dense_units(b, ring, units, x);
+#pragma unroll 1
+  for (int u = 0; u < units; u++) dense_unit(b, ring, b.s.big, u, x);
   squares = warp_sum(squares);
   if (b.lane == 0) b.s.squares[0][b.warp] = squares;
   b.stamp<kDebug>(kPhaseQkv, 2);

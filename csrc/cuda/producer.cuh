@@ -71,6 +71,7 @@ __device__ __forceinline__ void produce_dense(const Params& p, Shared& s, int sm
   uint32_t epoch = p.first_epoch;  // of the layer before
 #pragma unroll 1
   for (int step = 0; step < p.steps; step++) {
+    out.flight = p.dense_flight;
 #pragma unroll 1
     for (int layer = 0; layer < kLayers; layer++, epoch++) {
       const uint8_t* qkv = p.dense + layer * kDenseLayerBytes + (int64_t)qkv0 * kPageBytes;
@@ -86,6 +87,7 @@ __device__ __forceinline__ void produce_dense(const Params& p, Shared& s, int sm
         if (!out.page(w, kPageBytes)) return out.drain();
       }
     }
+    out.flight = p.head_flight;  // no exchange waits behind these
 #pragma unroll 1
     for (int i = 0; i < head_pages; i++)
       if (!out.page(p.head + (int64_t)(head0 + i) * kPageBytes, kPageBytes)) return out.drain();
@@ -125,21 +127,17 @@ __device__ __forceinline__ void sum_logits(Block b) {
 #pragma unroll 1
   for (int step = 0; step < b.p.steps; step++)
     for (b.layer = 0; b.layer < kLayers; b.layer++, b.epoch++) {
-      const uint64_t* src = b.exchange(kXRouterParts) + b.lane * kExperts + b.sm;
+      const uint64_t* src = b.exchange(kXRouterParts) + b.sm * kOwners + 2 * b.lane;
       float sum;
       bool ready;
       do {  // the sum inside the loop keeps its code warm
-        uint64_t v[4];
-#pragma unroll
-        for (int i = 0; i < 4; i++) v[i] = load_relaxed(src + 32 * i * kExperts);
-        ready = b.fresh(v[0]) && b.fresh(v[1]) && b.fresh(v[2]) && b.fresh(v[3]);
-        sum = warp_sum((word_float(v[0]) + word_float(v[1])) + (word_float(v[2]) + word_float(v[3])));
+        const ulonglong2 v = load_relaxed_2(src), w = load_relaxed_2(src + 64);
+        ready = b.fresh(v.x) && b.fresh(v.y) && b.fresh(w.x) && b.fresh(w.y);
+        sum = warp_sum((word_float(v.x) + word_float(v.y)) + (word_float(w.x) + word_float(w.y)));
         if (quit) return;
       } while (!__all_sync(~0u, ready) && !*(const volatile int32_t*)&b.s.expired);
-      if (b.lane == 0) {
-        b.publish(kXLogits + b.sm, sum);
-        b.dump<kDebug>(kDumpLogits + b.sm, sum);
-      }
+      if (b.lane < kLogitCopies) b.publish(kXLogits + b.lane * kExperts + b.sm, sum);
+      if (b.lane == 0) b.dump<kDebug>(kDumpLogits + b.sm, sum);
     }
 }
 
@@ -155,7 +153,7 @@ __device__ __forceinline__ bool choose_experts(const Block& b) {
   while (*(const volatile uint32_t*)&b.s.progress < b.epoch * kPhases + kPhaseRouter && !quit) __nanosleep(20);
   rehearse([&](bool real) {
     ulonglong2 v0, v1;
-    const uint64_t* src = b.exchange(kXLogits) + 4 * b.lane;
+    const uint64_t* src = b.exchange(kXLogits) + b.sm % kLogitCopies * kExperts + 4 * b.lane;
     b.wait([&] {
       v0 = load_relaxed_2(src);
       v1 = load_relaxed_2(src + 2);
