@@ -132,12 +132,11 @@ class Weights:
     def blobs(self, folder: Path, order: Iterable[str] | None = None) -> list[np.ndarray]:
         """The packed blob of every rank, page-aligned uint8 arrays."""
         paths = [folder / f"rank-{r}.bin" for r in range(self.layout.tp)]
-        writer = BlobWriter(self.layout, paths)
-        for name in order or self.tensors:
-            writer.put(name, self.tensors[name], self.tensors[name].format)
-        if self.head is not None:
-            writer.put("embed", self.head, self.head.format)
-        writer.close()
+        with BlobWriter(self.layout, paths) as writer:
+            for name in order or self.tensors:
+                writer.put(name, self.tensors[name], self.tensors[name].format)
+            if self.head is not None:
+                writer.put("embed", self.head, self.head.format)
         return [np.memmap(path, np.uint8, mode="r") for path in paths]
 
 

@@ -1,4 +1,4 @@
-"""The generated header: exact numbers, asserted sizes, and a description that changes with everything it vouches for."""
+"""The generated header: exact numbers, asserted sizes, and a description that tells models apart."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels through ninja: flags, bytes that do not depend on folders, clean warnings, and failures that say what failed."""
+"""Kernels through ninja: flags, bytes that do not depend on folders, no warnings, failures that say what failed."""
 
 from __future__ import annotations
 
@@ -84,7 +84,9 @@ def test_no_warnings(target, spec, mix, tmp_path):
     warnings = ["-Wall", "-Wextra", "-Wno-maybe-uninitialized", "-Wno-restrict", "-Werror"]
     command = [*compiler.command, *flags, *warnings, "-fsyntax-only", f"-march={target}", f"-I{compile.sources()}"]
     source = compile.sources() / "cpu" / "model.cpp"
-    done = subprocess.run([*command, f"-I{tmp_path}", str(source), "-o", str(tmp_path / "out.o")], capture_output=True, text=True)
+    done = subprocess.run(
+        [*command, f"-I{tmp_path}", str(source), "-o", str(tmp_path / "out.o")], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -143,5 +145,5 @@ def test_a_header_that_does_not_compile_is_quoted(tmp_path):
 
 def test_a_ninja_status_of_the_user_does_no_harm(tmp_path, monkeypatch):
     monkeypatch.setenv("NINJA_STATUS", "%z")
-    fake_compiler(tmp_path, monkeypatch, "for last; do :; done; : > \"$last\"")
+    fake_compiler(tmp_path, monkeypatch, 'for last; do :; done; : > "$last"')
     assert compile_kernels([unit("x86-64-v3")], tmp_path)["x86-64-v3"].path.exists()

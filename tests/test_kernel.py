@@ -90,7 +90,7 @@ def test_logits_are_those_of_the_slow_twin(case, case_kernels, tmp_path):
 
 # -- the same bits, however the work is cut ----------------------------------------------------------------------------
 
-# Everything a spec can say at once; 12 heads on 4 KV heads run on 1, 2, 3 (not: 4 % 3) or 4 ranks.
+# Everything a spec can say at once; 12 heads on 6 KV heads run on 1, 2, 3 or 6 ranks.
 RICH = tiny_spec(
     num_attention_heads=12,
     num_key_value_heads=6,

@@ -7,7 +7,6 @@ import math
 import os
 import re
 import signal
-import subprocess
 import threading
 import time
 from collections import Counter
@@ -19,7 +18,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from kernels import Kernels, Weights, precision, running, tiny_spec, try_create
 
-from mkpack import abi, compile, platform
+from mkpack import abi
 from mkpack.layout import Layout
 from mkpack.manifest import Limits
 from mkpack.native import Library
@@ -416,80 +415,3 @@ def test_a_slow_callback_is_no_timeout(kernel, blobs):
     with running(kernel, LAYOUT, LIMITS, blobs, wait_limit_s=0.2) as model:
         got = model.generate(PROMPT, lambda _: time.sleep(0.5), max_new_tokens=2)
         assert got.code == abi.OK and len(got.tokens) == 2, got.error
-
-
-COUNTER = r"""
-#include <dlfcn.h>
-#include <atomic>
-#include <cstdio>
-#include <cstdlib>
-#include <vector>
-#include "abi.h"
-static std::atomic<bool> counting{false};
-static std::atomic<long> count{0};
-extern "C" void* __libc_malloc(size_t);
-extern "C" void* __libc_realloc(void*, size_t);
-extern "C" void* __libc_memalign(size_t, size_t);
-static void note() { if (counting) count++; }
-extern "C" {
-void* malloc(size_t n) { note(); return __libc_malloc(n); }
-void* realloc(void* p, size_t n) { note(); return __libc_realloc(p, n); }
-void* aligned_alloc(size_t a, size_t n) { note(); return __libc_memalign(a, n); }
-}
-static int32_t on_token(void*, int32_t) { counting = true; return 0; }
-template <class F> static F* get(void* lib, const char* name) { return reinterpret_cast<F*>(dlsym(lib, name)); }
-int main(int, char** argv) {
-  FILE* file = fopen(argv[2], "rb");
-  fseek(file, 0, SEEK_END);
-  const long size = ftell(file);
-  rewind(file);
-  void* blob = aligned_alloc(4096, size);
-  if (fread(blob, 1, size, file) != static_cast<size_t>(size)) return 3;
-  void* lib = dlopen(argv[1], RTLD_NOW);
-  if (!lib) return 4;
-  const auto step = get<decltype(mk_step)>(lib, "mk_step");
-  const auto truncate = get<decltype(mk_truncate)>(lib, "mk_truncate");
-  const auto generate = get<decltype(mk_generate)>(lib, "mk_generate");
-  mk_model* model = nullptr;
-  const void* blobs[] = {blob};
-  const mk_options options{blobs, static_cast<uint64_t>(size), 1, 3, 0, 0, 60.0};
-  counting = true;
-  if (get<decltype(mk_create)>(lib, "mk_create")(&options, &model)) return 5;
-  counting = false;
-  printf("%d", count.exchange(0) > 0);  // it does count
-  counting = true;
-  static float logits[1 << 16];
-  int32_t prompt[40];
-  for (int i = 0; i < 40; i++) prompt[i] = i * 7 % 67;
-  for (int i = 0; i < 200; i++) {
-    if (i % 40 == 0) truncate(model, 0);
-    if (step(model, prompt + i % 16, 1 + i % 3, logits, 1)) return 6;
-  }
-  counting = false;
-  printf(" %ld", count.exchange(0));
-  const mk_request kinds[] = {{0, 1, 0, 1, 0, 20, 1, nullptr, 0, 0}, {0, 1, 0, 1.5f, 0, 20, 1, nullptr, 0, 0},
-                              {1.3f, 1, 0, 1, 0, 20, 1, nullptr, 0, 0}, {1.3f, .9f, .01f, 1.2f, 20, 20, 1, nullptr, 0, 0}};
-  for (const auto& request : kinds) {
-    truncate(model, 0);
-    mk_result result;
-    if (generate(model, prompt, 40, &request, on_token, nullptr, &result)) return 7;  // counts from the first token on
-    counting = false;
-    printf(" %ld", count.exchange(0));
-  }
-  get<decltype(mk_destroy)>(lib, "mk_destroy")(model);
-}
-"""
-
-
-def test_steps_and_tokens_do_not_allocate(kernel, blobs, tmp_path):
-    """A program whose own malloc counts: 200 steps, then generations of every kind of sampling."""
-    compiler = platform.compiler()
-    assert compiler is not None
-    (tmp_path / "count.cpp").write_text(COUNTER)
-    (tmp_path / "blob").write_bytes(blobs[0].tobytes())
-    program = tmp_path / "count"
-    command = [*compiler.command, "-std=c++20", "-O1", "-rdynamic", f"-I{compile.sources()}", "count.cpp"]
-    subprocess.run([*command, "-o", str(program), "-ldl"], cwd=tmp_path, check=True)
-    done = subprocess.run([program, kernel, tmp_path / "blob"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "1 0 0 0 0 0"

@@ -146,7 +146,13 @@ def test_a_tied_head_is_stored_once_unless_its_precision_differs():
 
 @pytest.mark.parametrize(
     ("heads", "kv", "tp", "fits"),
-    [(9, 3, 2, "1, 3 "), (8, 2, 3, "1, 2, 4, 8 "), (6, 6, 4, "1, 2, 3, 6 "), (12, 4, 3, "1, 2, 4 "), (7, 1, 8, "1, 7 ")],
+    [
+        (9, 3, 2, "1, 3 "),
+        (8, 2, 3, "1, 2, 4, 8 "),
+        (6, 6, 4, "1, 2, 3, 6 "),
+        (12, 4, 3, "1, 2, 4 "),
+        (7, 1, 8, "1, 7 "),
+    ],
 )
 def test_ranks_that_cannot_share_the_heads_are_refused(heads, kv, tp, fits):
     spec = kernels.tiny_spec(num_attention_heads=heads, num_key_value_heads=kv)

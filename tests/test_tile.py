@@ -37,7 +37,9 @@ void row(int fmt, const uint8_t* matrix, const float* scales, long row, int bloc
 }
 void exponential(const float* x, float* out) { store(out, vexp(load(x))); }
 void sums(const float* x, float* out) { out[0] = hsum(load(x)); out[1] = hmax(load(x)); }
-void keep(const float* x, int from, int to, float other, float* out) { store(out, keep_lanes(load(x), from, to, other)); }
+void keep(const float* x, int from, int to, float other, float* out) {
+  store(out, keep_lanes(load(x), from, to, other));
+}
 }
 """
 if not kernels.TARGETS:
