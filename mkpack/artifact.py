@@ -6,7 +6,6 @@ Nothing here loads native code, and whatever is opened counts as hostile until i
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import os
 import re
@@ -18,7 +17,7 @@ from types import TracebackType
 
 from mkpack.container import MAX_ENTRIES, ZipWriter, names_problems
 from mkpack.digest import Digester, Progress, Verification
-from mkpack.errors import InternalError, UserError, combine, nearest
+from mkpack.errors import InternalError, UserError, combine, nearest, os_errors
 from mkpack.manifest import MANIFEST_NAME, Entry, Manifest, capped, shown
 from mkpack.store import FolderStore, ZipStore, address
 
@@ -135,7 +134,7 @@ def open_artifact(path: Path | str, problems: list[str] | None = None) -> Artifa
     same words); only a container or manifest that cannot be read raises.
     """
     path = Path(path)
-    with _os_errors(f"open {path}"):
+    with os_errors(f"open {path}"):
         try:
             mode = path.stat().st_mode
         except (FileNotFoundError, NotADirectoryError) as e:
@@ -208,7 +207,7 @@ def write_artifact(
         raise UserError(f"cannot write {path}: {len(names)} entries, at most {MAX_ENTRIES - 1} fit")
     if path.is_dir():
         raise UserError(f"cannot write {path}: a folder of that name is in the way")
-    with _os_errors(f"write {path}"):
+    with os_errors(f"write {path}"):
         sizes = [len(source) if isinstance(source, bytes) else source.stat().st_size for _, source in ordered]
         # Headers and padding take less than 8 KiB an entry.
         _check_space(path, sum(sizes) + 8192 * (len(sizes) + 1))
@@ -267,7 +266,7 @@ def extract(path: Path | str, folder: Path) -> None:
 
     Every digest is checked first. The folder appears complete or not at all. UserError otherwise.
     """
-    with open_artifact(path) as artifact, _os_errors(f"unpack to {folder}"):
+    with open_artifact(path) as artifact, os_errors(f"unpack to {folder}"):
         if os.path.lexists(folder) and (folder.is_symlink() or not folder.is_dir() or any(folder.iterdir())):
             raise UserError(f"cannot unpack to {folder}: it exists; name a new folder")
         artifact.verify_async().result()
@@ -301,12 +300,14 @@ def clean_temporaries(path: Path) -> list[Path]:
     """Removes what killed processes left beside `path`, and returns it. Call it under build_lock(path)."""
     pattern = re.compile(rf"\.{re.escape(path.name)}\.([0-9]{{1,9}})\.(tmp|work)")
     removed = []
-    with _os_errors(f"clean {path.parent}"):
+    with os_errors(f"clean {path.parent}"):
         for item in sorted(path.parent.iterdir()):
             match = pattern.fullmatch(item.name)
             if match and not _alive(int(match[1])):
-                _remove(item)
-                removed.append(item)
+                # A compiler that outlives its killed build may still write there; then the next build removes it.
+                with contextlib.suppress(OSError):
+                    _remove(item)
+                    removed.append(item)
     return removed
 
 
@@ -319,7 +320,7 @@ def build_lock(path: Path, waiting: Callable[[], None] | None = None) -> Iterato
     import filelock
 
     lock = filelock.FileLock(path.with_name(f".{path.name}.lock"))
-    with _os_errors(f"lock {path}"):
+    with os_errors(f"lock {path}"):
         try:
             try:
                 lock.acquire(timeout=0)
@@ -368,14 +369,3 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-@contextlib.contextmanager
-def _os_errors(doing: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as e:
-        where = f" ({e.filename})" if e.filename else ""
-        full = e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        hint = "; free some disk space or choose another folder" if full else ""
-        raise UserError(f"cannot {doing}: {e.strerror or e}{where}{hint}") from e

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import importlib.util
 import json
@@ -23,7 +22,7 @@ from mkpack import __version__, codegen, platform, provenance, quality, quantize
 from mkpack.artifact import build_lock, clean_temporaries, open_artifact, write_artifact
 from mkpack.checkpoint import Checkpoint
 from mkpack.compile import Kernel, Unit, compile_kernels
-from mkpack.errors import UserError
+from mkpack.errors import UserError, os_errors
 from mkpack.layout import Layout
 from mkpack.manifest import MANIFEST_NAME, Entry, KernelEntry, Limits, Manifest, Producer, Source, WeightsEntry
 from mkpack.native import Library, NativeModel
@@ -72,7 +71,7 @@ def build(
     producer = provenance.producer(compiler)
     key = _build_key(todo, digests, producer)
 
-    with build_lock(path, lambda: say(f"waiting   for another build of {path}")), _os_errors(path):
+    with build_lock(path, lambda: say(f"waiting   for another build of {path}")), os_errors(f"build {path}"):
         clean_temporaries(path)
         if not force and _is_current(path, key):
             say(f"current   {path} is up to date")
@@ -119,17 +118,6 @@ def _output(name: str, output: Path | None) -> Path:
     except OSError as e:
         raise UserError(f"cannot write {path}: {folder}: {e.strerror}; choose another folder with --output") from e
     return path
-
-
-@contextlib.contextmanager
-def _os_errors(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as e:
-        full = e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        hint = "; free some disk space or choose another folder with --output" if full else ""
-        where = f" ({e.filename})" if e.filename else ""
-        raise UserError(f"cannot build {path}: {e.strerror or e}{where}{hint}") from e
 
 
 def _check_libraries() -> None:
@@ -210,29 +198,29 @@ def _pack(
     kernels: what compiles meanwhile; when that fails, so does this, without the rest of the work.
     """
     paths = [work / f"rank-{r}.bin" for r in range(todo.layout.tp)]
-    writer = BlobWriter(todo.layout, paths)
-    plain = BlobWriter(todo.quality.reference, [work / f"{REFERENCE}.bin"]) if todo.quality else None
     errors: dict[str, quantize.ErrorStats] = {}
-    for group in _progress(list(groups(todo.roles)), console):
-        if kernels.done():
-            kernels.result()
-        read = [checkpoint.read(role.source) for role in group]
-        shared = None
-        for role, tensor in zip(group, read, strict=True):
-            for fmt in todo.formats(role):
-                if fmt == "nvfp4" and len(group) > 1 and shared is None:
-                    shared = quantize.tensor_scale(*read, names=[r.source for r in group])
-                q = quantize.quantise(tensor, fmt, name=role.source, scale2=shared)
-                writer.put(role.name, q, fmt)
-                if role.precision:
-                    # The second format of a tied embedding is that of the head.
-                    errors["lm_head" if role.name in errors else role.name] = quantize.tensor_error(q, tensor)
-            if plain:
-                fmt = plain.layout.format_of(role)
-                plain.put(role.name, quantize.quantise(tensor, fmt, name=role.source), fmt)
-    writer.close()
-    if plain:
-        plain.close()
+    with contextlib.ExitStack() as open_blobs:
+        writer = open_blobs.enter_context(BlobWriter(todo.layout, paths))
+        plain = None
+        if todo.quality:
+            plain = open_blobs.enter_context(BlobWriter(todo.quality.reference, [work / f"{REFERENCE}.bin"]))
+        for group in _progress(list(groups(todo.roles)), console):
+            if kernels.done():
+                kernels.result()
+            read = [checkpoint.read(role.source) for role in group]
+            shared = None
+            for role, tensor in zip(group, read, strict=True):
+                for fmt in todo.formats(role):
+                    if fmt == "nvfp4" and len(group) > 1 and shared is None:
+                        shared = quantize.tensor_scale(*read, names=[r.source for r in group])
+                    q = quantize.quantise(tensor, fmt, name=role.source, scale2=shared)
+                    writer.put(role.name, q, fmt)
+                    if role.precision:
+                        # The second format of a tied embedding is that of the head.
+                        errors["lm_head" if role.name in errors else role.name] = quantize.tensor_error(q, tensor)
+                if plain:
+                    fmt = plain.layout.format_of(role)
+                    plain.put(role.name, quantize.quantise(tensor, fmt, name=role.source), fmt)
     total = sum(errors.values(), quantize.ErrorStats())
     tensors = {name: round(e.relative, 6) for name, e in errors.items()}
     return paths, {"relative_error": round(total.relative, 6), "tensors": tensors}

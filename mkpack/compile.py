@@ -105,16 +105,20 @@ def compile_kernels(units: Sequence[Unit], folder: Path) -> dict[str, Kernel]:
         [_ninja(), "-C", str(folder), "--quiet"], capture_output=True, text=True, env=environment, check=False
     )
     if done.returncode:
-        raise InternalError(_failure(done.stdout + done.stderr))
+        raise _failure(done.stdout + done.stderr)
     return {
         unit.name: Kernel(folder / unit.name / "kernel.so", compiler.version, {"cpu": unit.target, "system": "linux"})
         for unit in units
     }
 
 
-def _failure(output: str) -> str:
+def _failure(output: str) -> Exception:
     # The kernel's out-of-memory killer leaves no word of its own: the driver only says that a stage was killed.
     if "Killed" in output or "signal terminated" in output or "out of memory" in output.lower():
-        return "the compiler was killed, most likely for lack of memory; close other programs, then build again"
+        return InternalError(
+            "the compiler was killed, most likely for lack of memory; close other programs, then build again"
+        )
+    if "No space left on device" in output:
+        return UserError("the compiler ran out of disk space; free some or choose another folder with --output")
     tail = "\n".join(output.strip().splitlines()[-20:])
-    return f"the kernel did not compile:\n{tail}"
+    return InternalError(f"the kernel did not compile:\n{tail}")

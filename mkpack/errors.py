@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Iterable
+import errno
+from collections.abc import Iterable, Iterator
 
 
 class UserError(Exception):
@@ -23,6 +25,18 @@ def combine(title: str, problems: Iterable[str]) -> UserError:
     if len(found) == 1:
         return UserError(f"{title}: {found[0]}")
     return UserError("\n".join([f"{title}: {len(found)} problems", *(f"  - {p}" for p in found)]))
+
+
+@contextlib.contextmanager
+def os_errors(doing: str) -> Iterator[None]:
+    """OSErrors inside become one UserError: "cannot {doing}: ...", with what to do when the disk is full."""
+    try:
+        yield
+    except OSError as e:
+        where = f" ({e.filename})" if e.filename else ""
+        full = e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        hint = "; free some disk space or choose another folder" if full else ""
+        raise UserError(f"cannot {doing}: {e.strerror or e}{where}{hint}") from e
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -68,7 +68,8 @@ def _tile_scales(fmt: Format, scale2: np.ndarray, piece: Piece) -> np.ndarray:
 class BlobWriter:
     """Writes every rank's blob in one pass over the tensors, in any order.
 
-    Matrices go straight to the files; vectors and scales (under 1% of the bytes) are collected and written by close().
+    Matrices go straight to the files; vectors and scales (under 1% of the bytes) are collected and written when the
+    `with` block that holds the writer ends without an error.
     """
 
     def __init__(self, layout: Layout, paths: list[Path]):
@@ -108,11 +109,21 @@ class BlobWriter:
                 q.format, q.scale2, piece
             )
 
-    def close(self) -> None:
+    def __enter__(self) -> BlobWriter:
+        return self
+
+    def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
+        try:
+            if failed is None:
+                self._write_small()
+        finally:
+            for fd in self._files:
+                os.close(fd)
+
+    def _write_small(self) -> None:
         for fd, small in zip(self._files, self._small, strict=True):
             for name, values in small.items():
                 _write_all(fd, values.view(np.uint8).data, self.layout.section(name).offset)
-            os.close(fd)
 
 
 def _write_all(fd: int, data: memoryview, offset: int) -> None:

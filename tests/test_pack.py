@@ -167,7 +167,8 @@ def test_a_file_that_was_there_is_replaced(tmp_path):
     layout = Layout(kernels.tiny_spec(), kernels.precision("bf16"))
     path = tmp_path / "blob"
     path.write_bytes(b"\xff" * (layout.nbytes + 999))
-    BlobWriter(layout, [path]).close()
+    with BlobWriter(layout, [path]):
+        pass
     assert path.read_bytes() == bytes(layout.nbytes)
 
 

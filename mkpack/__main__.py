@@ -1,0 +1,5 @@
+"""`python -m mkpack`."""
+
+from mkpack.cli import main
+
+main()
