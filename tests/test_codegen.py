@@ -1,4 +1,4 @@
-"""The generated header: exact numbers, asserted sizes, and a description that tells models apart."""
+"""The generated header: exact numbers, asserted sizes, and a description that changes with all it vouches for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels through ninja: flags, bytes that do not depend on folders, no warnings, failures that say what failed."""
+"""Kernels through ninja: flags, bytes that do not depend on folders, clean warnings, failures that say what failed."""
 
 from __future__ import annotations
 

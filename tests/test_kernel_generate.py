@@ -16,12 +16,11 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from kernels import Kernels, Weights, precision, running, tiny_spec, try_create
+from kernels import Kernels, Weights, precision, running, tiny_spec
 
 from mkpack import abi
 from mkpack.layout import Layout
 from mkpack.manifest import Limits
-from mkpack.native import Library
 
 LIMITS = Limits(context=96, tokens_per_step=16)
 SPEC = tiny_spec()  # 67 tokens: 13 rows of the last tile are padding
@@ -325,36 +324,6 @@ def test_bad_steps_are_refused(model):
     model.run([1] * 90)
     assert model.try_step([1] * 7)[0] == abi.ERR_CONTEXT and "7 tokens do not fit: 90 of 96" in model.error()
     assert model.length() == 90
-
-
-def test_bad_options_are_refused(kernel, blobs):
-    library = Library(kernel.read_bytes(), str(kernel))
-    pointers = (ctypes.c_void_p * 1)(blobs[0].ctypes.data + 4)
-    for options, text in (
-        ({"num_ranks": 2}, "compiled for 1 ranks, given 2"),
-        ({"weights_bytes": 17}, f"must be {LAYOUT.nbytes} bytes, given 17"),
-        ({"weights": pointers}, "rank 0 are not aligned"),
-        ({"context": 97}, "at most 96, given 97"),
-        ({"context": -1}, "at most 96, given -1"),
-        ({"threads": 5000}, "1024 threads"),
-        ({"wait_limit_s": 0.0}, "wait_limit_s"),
-        ({"wait_limit_s": math.nan}, "wait_limit_s"),
-    ):
-        code, handle = try_create(library.lib, LAYOUT, blobs, **options)
-        assert code == abi.ERR_ARGUMENT and text in library.lib.mk_last_error().decode()
-        assert not handle.value
-    library.close()
-
-
-def test_threads_by_default_and_their_end(kernel, blobs):
-    def count() -> int:
-        return len(os.listdir("/proc/self/task"))
-
-    before = count()
-    with running(kernel, LAYOUT, LIMITS, blobs, threads=0) as model:
-        assert count() - before == len(os.sched_getaffinity(0)) - 1
-        model.step([1])
-    assert count() == before
 
 
 def test_a_closed_kernel_is_unloaded(tmp_path, blobs, kernel):

@@ -1,4 +1,4 @@
-"""The phases of a step: every section is read once, in blob order, and the bound counts what must be read."""
+"""The phases of a step: every section is read once, in the order of the blob; the bound counts what must be read."""
 
 from __future__ import annotations
 

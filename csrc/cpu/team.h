@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cstdio>
 #include <condition_variable>
 #include <functional>
 #include <memory>
@@ -23,16 +24,14 @@ class Team {
  public:
   // `n` threads in all; the caller of run() is thread 0. `limit_s`: longest wait at a barrier.
   Team(int n, double limit_s) : n_(n), limit_s_(limit_s), arrivals_(new Arrivals[n]) {
-    for (int tid = 1; tid < n; tid++) threads_.emplace_back([this, tid] { work(tid); });
-  }
-  ~Team() {
-    {
-      std::lock_guard lock(mutex_);
-      quit_ = true;
+    try {
+      for (int tid = 1; tid < n; tid++) threads_.emplace_back([this, tid] { work(tid); });
+    } catch (...) {  // too many threads or too little memory: those that did start wait for work and must be let go
+      stop();
+      throw;
     }
-    wake_.notify_all();
-    for (auto& t : threads_) t.join();
   }
+  ~Team() { stop(); }
   Team(const Team&) = delete;
   Team& operator=(const Team&) = delete;
 
@@ -116,10 +115,25 @@ class Team {
     }
   };
 
+  static std::string seconds(double s) {
+    char text[32];
+    std::snprintf(text, sizeof text, "%g", s);
+    return text;
+  }
+
+  void stop() {
+    {
+      std::lock_guard lock(mutex_);
+      quit_ = true;
+    }
+    wake_.notify_all();
+    for (auto& t : threads_) t.join();
+  }
+
   void give_up(int tid, uint32_t mine, const char* phase, int layer) {
     std::lock_guard lock(mutex_);
     if (failed()) return;
-    failure_ = "thread " + std::to_string(tid) + " waited more than " + std::to_string(limit_s_) + " s after phase " +
+    failure_ = "thread " + std::to_string(tid) + " waited more than " + seconds(limit_s_) + " s after phase " +
                phase + (layer < 0 ? "" : " of layer " + std::to_string(layer)) + " for thread";
     for (int i = 0; i < n_; i++)
       if (static_cast<int32_t>(arrivals_[i].count.load(std::memory_order_relaxed) - mine) < 0)
