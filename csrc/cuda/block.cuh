@@ -39,7 +39,8 @@ struct Params {
   uint32_t first_epoch;         // epochs used so far in these exchange buffers: layers x steps
   int32_t position, steps;      // of tokens[0]; tokens to run
   int32_t log_splits;           // the KV cache is split in 2^log_splits shares, at most 32
-  int32_t dense_flight, head_flight, expert_flight;  // copies allowed under way: more does not raise the bandwidth, but delays flags
+  // Copies allowed under way: more than saturates memory only delays the flags behind them.
+  int32_t qkv_flight, dense_flight, head_flight, expert_flight;
   int32_t prefetch;             // whether dense pages that the ring cannot hold are brought into L2 while experts compute
   int32_t attention_stride;     // every how many SMs one computes attention: kGrid / (kKvHeads << log_splits)
 };
@@ -55,18 +56,18 @@ constexpr int kHeadChunk = 8;                        // row units between two re
 struct alignas(128) Shared {
   uint8_t dense[kDenseSlots][kPageBytes];
   uint8_t expert[kExpertSlots][kPairTileBytes];
+  uint32_t x[kWarps][192];  // bf16 x 2: every warp's own columns of the phase's input
   union {
-    uint32_t x[kWarps][192];  // bf16 x 2: every warp's own columns of the phase's input
+    float big[kWarps][kBigStride];  // partial sums of QKV, gate/up and the head
     float scores[kGroup][kScoreStride];
   };
-  float big[kWarps][kBigStride];      // partial sums of QKV, gate/up and the head
   float small[kWarps][kSmallStride];  // of the output projection and down: phases alternate between the two, so one
                                       // barrier a phase is enough
   uint16_t q[kGroup][kQStride], k_new[kHeadDim], v_new[kHeadDim];
   float score_max[kWarps][kGroup];
   alignas(16) float squares[2][kWarps];  // sums of squares of QKV's and of the router's input
   float residual[kOwnedRows];
-  alignas(16) float router_input[kOwnedRows];  // residual x norm weight
+  float router_dot[kWarps];  // of this SM's router row with every warp's columns
   // Of the chosen experts, two layers in turn, written by the expert producer before the last gate/up page is issued.
   float expert_logit[2][kTopK];
   int32_t expert_id[2][kTopK];
@@ -79,6 +80,7 @@ struct alignas(128) Shared {
   uint32_t progress;  // epoch x kPhases + phase of the consumers
   uint64_t dense_full[kDenseSlots], dense_empty[kDenseSlots], expert_full[kExpertSlots], expert_empty[kExpertSlots];
 };
+static_assert(sizeof(float) * kGroup * kScoreStride <= sizeof(float) * kWarps * kBigStride);
 static_assert(kHeadChunk * 8 + 2 <= kBigStride && kQkvUnits / kGrid * 8 + 8 <= kBigStride, "partial sums need room");
 
 // One ring of shared-memory pages as its producer or one consumer warp sees it: n pages passed so far.

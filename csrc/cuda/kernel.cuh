@@ -63,6 +63,7 @@ __global__ void __launch_bounds__(kThreads, 1) decode_kernel(__grid_constant__ c
       phase_head<kDebug>(b, dense);
       if (!phase_token<kDebug>(b, step)) break;
     }
+    if (sm < kExperts) router_arrive<kTeam + 32>();  // lets the adding warp see that the consumers leave
   }
 }
 

@@ -20,7 +20,7 @@ constexpr int kOwners = kHidden / kOwnedRows;
 
 static_assert(kHidden == kWarps * 128, "the K split of this version needs a hidden size of 2048");
 static_assert(kQRows == 4096 && kHeadDim == 128 && kGroup == 8, "attention is written for 8 query heads of 128 a KV head");
-static_assert(kOwners <= kGrid && kOwners == 128 && kExperts <= kGrid && kExperts * 4 == kTeam, "router");
+static_assert(kOwners <= kGrid && kExperts == 128 && kExperts <= kGrid, "16 hidden rows and one router row an SM");
 static_assert(kTopK == 8 && kMoeIntermediate % 128 == 0, "two warps an expert, whole chunks of 64 columns each");
 static_assert(kVocab % 8 == 0 && kMaxContext % 16 == 0 && kNormTopkProb, "not written for this model");
 
@@ -82,10 +82,7 @@ constexpr int kTokenPairUnits = kTopK * kPairUnits;  // gate/up tiles of one tok
 constexpr int kMaxPairUnits = (kTokenPairUnits + kGrid - 1) / kGrid;
 static_assert(kDownTileBytes % 16 == 0 && kPairTileBytes % 128 == 0 && 2 * kDownTileBytes <= kPairTileBytes);
 
-// ---- routers: bf16 [owner][expert][16]: the columns that one owner SM multiplies with its own hidden rows ----------------
-MK_HD int64_t router_offset(int expert, int column) {
-  return (((int64_t)(column / kOwnedRows) * kExperts + expert) * kOwnedRows + column % kOwnedRows) * 2;
-}
+// ---- routers: bf16 [expert][hidden], as in the checkpoint -------------------------------------------------------------
 constexpr int64_t kRouterBytes = (int64_t)kExperts * kHidden * 2;
 
 // ---- norms: float32, layer after layer, then the final norm ---------------------------------------------------------
@@ -123,7 +120,6 @@ constexpr int kXLogits = kXExperts + kCopies * kExpertWords;      // float32: ro
 constexpr int kXQkv = kXLogits + kLogitCopies * kExperts;         // float32: q, k, v before norm and RoPE
 constexpr int kXPartial = kXQkv + kQkvRows;                       // float32: attention partials
 constexpr int kXBest = kXPartial + kMaxUnits * kPartialWords;     // {logit}, {token} of every SM
-constexpr int kXRouterParts = kXBest + 2 * kGrid;                 // float32 [expert][owner]: partial router logits
-constexpr int kXWords = (kXRouterParts + kOwners * kExperts + 15) / 16 * 16, kExchangeWords = 2 * kXWords;
+constexpr int kXWords = (kXBest + 2 * kGrid + 15) / 16 * 16, kExchangeWords = 2 * kXWords;
 
 }  // namespace mk

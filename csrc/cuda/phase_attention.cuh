@@ -11,10 +11,8 @@
 
 namespace mk {
 
-// Warps 0..7: query heads of the group, 8: k, 9: v. Normed and rotated vectors go to shared memory as bf16; the SM that owns
-// the position also writes k and v to the cache.
-template <bool kDebug>
-__device__ __forceinline__ void attention_inputs(Block& b, int kv_head, bool owns_position) {
+// Warps 0..7: query heads of the group, 8: k, 9: v. Normed and rotated vectors go to shared memory as bf16.
+__device__ __forceinline__ void attention_inputs(const Block& b, int kv_head) {
   const int row = b.warp < kGroup ? (kv_head * kGroup + b.warp) * kHeadDim
                                   : kQRows + (b.warp - kGroup) * kKvRows + kv_head * kHeadDim;
   const int d = 2 * b.lane;  // this lane's dimensions: d, d + 1 and their rotation partners d + 64, d + 65
@@ -47,19 +45,16 @@ __device__ __forceinline__ void attention_inputs(Block& b, int kv_head, bool own
   uint32_t lo = pack_bf16x2(x0, x1), hi = pack_bf16x2(y0, y1);
   *(uint32_t*)(dst + d) = lo;
   *(uint32_t*)(dst + d + 64) = hi;
-  if (b.warp >= kGroup && owns_position) {
-    uint8_t* tile = b.p.kv + kv_tile_offset(b.layer, kv_head, b.position / kTile);
-    if (is_v) {
-      tile += kTileBytes;
-      *(uint16_t*)(tile + v_offset(b.position, d)) = (uint16_t)lo;
-      *(uint16_t*)(tile + v_offset(b.position, d + 1)) = (uint16_t)(lo >> 16);
-      *(uint16_t*)(tile + v_offset(b.position, d + 64)) = (uint16_t)hi;
-      *(uint16_t*)(tile + v_offset(b.position, d + 65)) = (uint16_t)(hi >> 16);
-    } else {
-      *(uint32_t*)(tile + k_offset(b.position, d)) = lo;
-      *(uint32_t*)(tile + k_offset(b.position, d + 64)) = hi;
-    }
-  }
+}
+
+// The new position goes into the cache after its attention is published: nobody waits for it there before the next step.
+__device__ __forceinline__ void write_cache(const Block& b, int kv_head) {
+  uint8_t* tile = b.p.kv + kv_tile_offset(b.layer, kv_head, b.position / kTile);
+  const int d = 4 * b.lane;
+  if (b.warp == kGroup) *(uint2*)(tile + k_offset(b.position, d)) = *(const uint2*)&b.s.k_new[d];
+  if (b.warp == kGroup + 1)
+#pragma unroll
+    for (int i = 0; i < 4; i++) *(uint16_t*)(tile + kTileBytes + v_offset(b.position, d + i)) = b.s.v_new[d + i];
 }
 
 // The newest position's k and v may not have reached the cache when the tiles were loaded: take them from shared memory.
@@ -89,7 +84,7 @@ __device__ __forceinline__ void phase_attention(Block& b, Attention& r) {
   const int split = r.unit & (splits - 1), g = b.lane >> 2, t = b.lane & 3, count = r.count(b);
   const bool owns_position = (b.position / kTile & (splits - 1)) == split;
   const int newest = owns_position ? count - 1 : -1;
-  if (b.warp < kGroup + 2) attention_inputs<kDebug>(b, kv_head, owns_position);
+  if (b.warp < kGroup + 2) attention_inputs(b, kv_head);
   b.stamp<kDebug>(kPhaseAttention, 1);
   team_sync<kTeam>();
   uint4 q[4];
@@ -132,7 +127,7 @@ __device__ __forceinline__ void phase_attention(Block& b, Attention& r) {
       sum += (bf16_low(lo) + bf16_high(lo)) + (bf16_low(hi) + bf16_high(hi));
       mma_bf16(out, lo, 0, hi, 0, r.v[i].x, r.v[i].y);
     }
-    team_sync<kTeam>();  // scores may be overwritten now: by the next chunk, or by the next phase's x
+    if (first + kScoreTiles < count) team_sync<kTeam>();  // the next chunk overwrites the scores
   }
   sum += __shfl_xor_sync(~0u, sum, 1);
   sum += __shfl_xor_sync(~0u, sum, 2);
@@ -144,6 +139,7 @@ __device__ __forceinline__ void phase_attention(Block& b, Attention& r) {
     b.publish(mine + kGroup * kHeadDim + 2 * g, top);
     b.publish(mine + kGroup * kHeadDim + 2 * g + 1, sum);
   }
+  if (owns_position) write_cache(b, kv_head);
   b.stamp<kDebug>(kPhaseAttention, 3);
 }
 

@@ -5,12 +5,16 @@
 
 namespace mk {
 
-// Input of gate/up: this warp's columns are 128 w .. 128 w + 127, four a lane. Leaves the MMA operands in x.
+// Router and gate/up share their input: this warp's columns are 128 w .. 128 w + 127, four a lane. SM e multiplies them with
+// router row e. Leaves the MMA operands of gate/up in x.
 template <bool kDebug>
 __device__ __forceinline__ void phase_router(Block& b, uint4 (&x)[4]) {
   b.stamp<kDebug>(kPhaseRouter, 0);
   const int column = 128 * b.warp + 4 * b.lane;
   const float4 g = __ldg((const float4*)(b.p.norms + b.layer * kNormLayer + kNormPost + column));
+  uint2 r = make_uint2(0, 0);
+  if (b.sm < kExperts)
+    r = __ldg((const uint2*)(b.p.routers + b.layer * kRouterBytes + ((int64_t)b.sm * kHidden + column) * 2));
   ulonglong2 v0, v1;
   const uint64_t* src = b.copy(kXMid, kHidden) + column;
   b.wait([&] {
@@ -19,7 +23,14 @@ __device__ __forceinline__ void phase_router(Block& b, uint4 (&x)[4]) {
     return b.fresh(v0.x) && b.fresh(v0.y) && b.fresh(v1.x) && b.fresh(v1.y);
   });
   const float a0 = word_float(v0.x), a1 = word_float(v0.y), a2 = word_float(v1.x), a3 = word_float(v1.y);
-  *(uint2*)&b.s.x[b.warp][2 * b.lane] = make_uint2(pack_bf16x2(a0 * g.x, a1 * g.y), pack_bf16x2(a2 * g.z, a3 * g.w));
+  const float b0 = a0 * g.x, b1 = a1 * g.y, b2 = a2 * g.z, b3 = a3 * g.w;
+  if (b.sm < kExperts) {
+    const float dot = warp_sum((b0 * bf16_low(r.x) + b1 * bf16_high(r.x)) + (b2 * bf16_low(r.y) + b3 * bf16_high(r.y)));
+    if (b.lane == 0) b.s.router_dot[b.warp] = dot;
+    __syncwarp();
+    router_arrive<kTeam + 32>();
+  }
+  *(uint2*)&b.s.x[b.warp][2 * b.lane] = make_uint2(pack_bf16x2(b0, b1), pack_bf16x2(b2, b3));
   const float squares = warp_sum(a0 * a0 + a1 * a1 + (a2 * a2 + a3 * a3));
   if (b.lane == 0) b.s.squares[1][b.warp] = squares;
   __syncwarp();

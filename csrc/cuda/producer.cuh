@@ -71,7 +71,6 @@ __device__ __forceinline__ void produce_dense(const Params& p, Shared& s, int sm
   uint32_t epoch = p.first_epoch;  // of the layer before
 #pragma unroll 1
   for (int step = 0; step < p.steps; step++) {
-    out.flight = p.dense_flight;
 #pragma unroll 1
     for (int layer = 0; layer < kLayers; layer++, epoch++) {
       const uint8_t* qkv = p.dense + layer * kDenseLayerBytes + (int64_t)qkv0 * kPageBytes;
@@ -83,6 +82,8 @@ __device__ __forceinline__ void produce_dense(const Params& p, Shared& s, int sm
           if (qkv_pages > i) prefetch_when_idle(out, s, qkv + i * kPageBytes, qkv_pages - i, epoch * kPhases + kPhaseDown);
           if (out_pages && p.prefetch > 1) prefetch_when_idle(out, s, o, out_pages, epoch * kPhases + kPhaseDown);
         }
+        // What fits into the ring is fetched while the router's exchanges wait behind it, the rest while nobody does.
+        out.flight = i < kDenseSlots ? p.qkv_flight : p.dense_flight;
         const uint8_t* w = i < qkv_pages ? qkv + i * kPageBytes : o + (i - qkv_pages) * kPageBytes;
         if (!out.page(w, kPageBytes)) return out.drain();
       }
@@ -119,23 +120,18 @@ __device__ __forceinline__ float key_value(uint32_t key) {
   return __uint_as_float(key & 0x80000000u ? key ^ 0x80000000u : ~key);
 }
 
-// One warp of SM e: sums the owners' parts of expert e's logit, layer after layer, and publishes it.
+// One warp of SM e: adds up the products of router row e that the consumer warps leave, layer after layer, and publishes the
+// logit. It lacks 1/rms, which is positive and does not change the order.
 template <bool kDebug>
 __device__ __forceinline__ void sum_logits(Block b) {
   if (b.sm >= kExperts) return;
-  const volatile int32_t& quit = b.s.quit;
-#pragma unroll 1
-  for (int step = 0; step < b.p.steps; step++)
+  for (;;)
     for (b.layer = 0; b.layer < kLayers; b.layer++, b.epoch++) {
-      const uint64_t* src = b.exchange(kXRouterParts) + b.sm * kOwners + 2 * b.lane;
-      float sum;
-      bool ready;
-      do {  // the sum inside the loop keeps its code warm
-        const ulonglong2 v = load_relaxed_2(src), w = load_relaxed_2(src + 64);
-        ready = b.fresh(v.x) && b.fresh(v.y) && b.fresh(w.x) && b.fresh(w.y);
-        sum = warp_sum((word_float(v.x) + word_float(v.y)) + (word_float(w.x) + word_float(w.y)));
-        if (quit) return;
-      } while (!__all_sync(~0u, ready) && !*(const volatile int32_t*)&b.s.expired);
+      router_wait<kTeam + 32>();
+      if (*(const volatile int32_t*)&b.s.quit) return;
+      float sum = b.s.router_dot[b.lane % kWarps];
+#pragma unroll
+      for (int i = 1; i < kWarps; i *= 2) sum += __shfl_xor_sync(~0u, sum, i);
       if (b.lane < kLogitCopies) b.publish(kXLogits + b.lane * kExperts + b.sm, sum);
       if (b.lane == 0) b.dump<kDebug>(kDumpLogits + b.sm, sum);
     }

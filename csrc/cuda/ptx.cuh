@@ -91,6 +91,15 @@ template <int kThreads>
 __device__ __forceinline__ void chosen_wait() {
   asm volatile("bar.sync 2, %0;" ::"n"(kThreads) : "memory");
 }
+// Named barrier 3: from the consumers to the warp that adds their router products up.
+template <int kThreads>
+__device__ __forceinline__ void router_arrive() {
+  asm volatile("bar.arrive 3, %0;" ::"n"(kThreads) : "memory");
+}
+template <int kThreads>
+__device__ __forceinline__ void router_wait() {
+  asm volatile("bar.sync 3, %0;" ::"n"(kThreads) : "memory");
+}
 // mask ? a : b, bit by bit
 __device__ __forceinline__ uint32_t bit_select(uint32_t mask, uint32_t a, uint32_t b) {
   uint32_t d;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <vector>
+#include "model.h"
 #include "ptx.cuh"
 
 namespace ladder {

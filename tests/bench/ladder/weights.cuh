@@ -48,13 +48,13 @@ __host__ __device__ inline float e4m3(uint32_t b) {
 }
 
 // ---- packing, on the device ----------------------------------------------------------------------------------------
-__global__ void pack_bf16(uint8_t* out, uint32_t tensor, int64_t rows, int K, float gain, int order) {  // order 0: rows, 1: pages, 2: router
+__global__ void pack_bf16(uint8_t* out, uint32_t tensor, int64_t rows, int K, float gain, bool paged) {
   for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < rows * K / 8; i += (int64_t)gridDim.x * blockDim.x) {
     int64_t row = i / (K / 8);
     int column = i % (K / 8) * 8;
     __align__(16) uint16_t w[8];
     for (int e = 0; e < 8; e++) w[e] = weight_bf16(tensor, row, column + e, K, gain);
-    *(uint4*)(out + (order == 0 ? (row * K + column) * 2 : order == 1 ? matrix_offset(row, column, K) : router_offset(row, column))) = *(uint4*)w;
+    *(uint4*)(out + (paged ? matrix_offset(row, column, K) : (row * K + column) * 2)) = *(uint4*)w;
   }
 }
 // Row of tile `tile`, tile row r, of an expert: gate/up tiles hold 8 gate and 8 up rows, down tiles 16 rows.
