@@ -35,12 +35,6 @@ def blobs(tmp_path_factory):
     return Weights.random(LAYOUT, seed=11).blobs(tmp_path_factory.mktemp("blobs"))
 
 
-@pytest.fixture(scope="module")
-def shared(kernel, blobs):
-    with running(kernel, LAYOUT, LIMITS, blobs) as model:
-        yield model
-
-
 def test_bad_options_are_refused(kernel, blobs):
     library = Library(kernel.read_bytes(), str(kernel))
     pointers = (ctypes.c_void_p * 1)(blobs[0].ctypes.data + 4)
