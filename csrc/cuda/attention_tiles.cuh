@@ -1,5 +1,5 @@
-// K and V of one chunk of the cache in registers. They are loaded while the QKV phase multiplies: loads return in order, so
-// started later they would stand before the polls that wait for q.
+// K and V of one chunk of the cache in registers. They are loaded while the QKV phase multiplies: loads return in
+// order, so started later they would stand before the polls that wait for q.
 #pragma once
 #include "block.cuh"
 

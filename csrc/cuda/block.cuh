@@ -5,8 +5,19 @@
 
 namespace mk {
 
-enum Phase { kPhaseQkv, kPhaseAttention, kPhaseCombine, kPhaseOut, kPhaseRouter, kPhaseChoose, kPhasePair, kPhaseDown,
-             kPhaseHead, kPhaseToken, kPhases };
+enum Phase {
+  kPhaseQkv,
+  kPhaseAttention,
+  kPhaseCombine,
+  kPhaseOut,
+  kPhaseRouter,
+  kPhaseChoose,
+  kPhasePair,
+  kPhaseDown,
+  kPhaseHead,
+  kPhaseToken,
+  kPhases
+};
 
 // Filled by the first SM that makes no progress for the wait limit.
 struct Report {
@@ -14,11 +25,11 @@ struct Report {
   uint32_t phase, sm, epoch;
 };
 
-// Everything a layer publishes, as float32, for comparison with a reference. Offsets in floats inside one layer's record.
+// Everything a layer publishes, as float32, for comparison with a reference. Offsets in floats inside one layer's
+// record.
 constexpr int kDumpQkv = 0, kDumpAttention = kDumpQkv + kQkvRows, kDumpMid = kDumpAttention + kQRows,
-              kDumpLogits = kDumpMid + kHidden, kDumpIds = kDumpLogits + kExperts,
-              kDumpExperts = kDumpIds + kTopK, kDumpOut = kDumpExperts + kTopK * kMoeIntermediate,
-              kDumpLayer = kDumpOut + kHidden;
+              kDumpLogits = kDumpMid + kHidden, kDumpIds = kDumpLogits + kExperts, kDumpExperts = kDumpIds + kTopK,
+              kDumpOut = kDumpExperts + kTopK * kMoeIntermediate, kDumpLayer = kDumpOut + kHidden;
 
 struct Params {
   const uint8_t* dense;         // [layer] kDenseLayerBytes: QKV pages, then output projection pages
@@ -33,25 +44,27 @@ struct Params {
   uint64_t* exchange;           // kExchangeWords, zero at first and after a wait has expired
   int32_t* tokens;              // [steps + 1]: tokens[0] is read, the others are written
   Report* report;
-  float* dump;                  // NULL, or [layer] kDumpLayer; kDebug kernels only
-  int64_t* trace;               // NULL, or [layer + 1][kPhases][kGrid][4] nanoseconds, written by the last step
+  float* dump;     // NULL, or [layer] kDumpLayer; kDebug kernels only
+  int64_t* trace;  // NULL, or [layer + 1][kPhases][kGrid][4] nanoseconds, written by the last step
   uint64_t wait_limit_ns;
-  uint32_t first_epoch;         // epochs used so far in these exchange buffers: layers x steps
-  int32_t position, steps;      // of tokens[0]; tokens to run
-  int32_t log_splits;           // the KV cache is split in 2^log_splits shares, at most 32
+  uint32_t first_epoch;     // epochs used so far in these exchange buffers: layers x steps
+  int32_t position, steps;  // of tokens[0]; tokens to run
+  int32_t log_splits;       // the KV cache is split in 2^log_splits shares, at most 32
   // Copies allowed under way: more than saturates memory only delays the flags behind them.
   int32_t qkv_flight, dense_flight, head_flight, expert_flight;
-  int32_t prefetch;             // whether dense pages that the ring cannot hold are brought into L2 while experts compute
-  int32_t attention_stride;     // every how many SMs one computes attention: kGrid / (kKvHeads << log_splits)
+  // Dense pages that the ring cannot hold brought into L2 while experts compute: 0 none, 1 QKV's, 2 the output
+  // projection's too (measured slower on an H200).
+  int32_t prefetch;
+  int32_t attention_stride;  // every how many SMs one computes attention: kGrid / (kKvHeads << log_splits)
 };
 
 constexpr int kExpertSlots = 4, kDenseSlots = 8;
 constexpr int kScoreTiles = 8;  // tiles of one attention chunk: half a tile a warp
 constexpr int kScoreStride = kScoreTiles * kTile + 4;
-constexpr int kQStride = kHeadDim + 32;              // bf16; two rows then lie in different banks
+constexpr int kQStride = kHeadDim + 32;  // bf16; two rows then lie in different banks
 constexpr int kBigStride = kMaxPairUnits * 16 + 2, kSmallStride = kOwnedRows + 2;
-constexpr int kPrefetchTiles = 32;                   // of the KV cache, an SM and layer
-constexpr int kHeadChunk = 8;                        // row units between two reductions of the head
+constexpr int kPrefetchTiles = 32;  // of the KV cache, an SM and layer
+constexpr int kHeadChunk = 8;       // row units between two reductions of the head
 
 struct alignas(128) Shared {
   uint8_t dense[kDenseSlots][kPageBytes];
@@ -74,8 +87,8 @@ struct alignas(128) Shared {
   float2 expert_scale[2][kTopK];
   float best_value[2][kWarps];  // of the head, of the token phase: warps enter the second while others read the first
   int32_t best_row[2][kWarps];
-  int32_t token;  // chosen by the last step
-  int32_t quit;   // set when the consumers leave
+  int32_t token;      // chosen by the last step
+  int32_t quit;       // set when the consumers leave
   int32_t expired;    // set by the watchdog
   uint32_t progress;  // epoch x kPhases + phase of the consumers
   uint64_t dense_full[kDenseSlots], dense_empty[kDenseSlots], expert_full[kExpertSlots], expert_empty[kExpertSlots];
@@ -92,8 +105,8 @@ struct Ring {
   __device__ __forceinline__ uint32_t slot() const { return n & (kSlots - 1); }
   __device__ __forceinline__ uint32_t parity() const { return n / kSlots & 1; }
   __device__ __forceinline__ void wait_full() const { mbarrier_wait(full + 8 * slot(), parity()); }
-  // `loaded` must be or-ed from a register of every shared load of the page: the barrier's address then depends on them,
-  // and the slot cannot be refilled under a load that is still under way. zero is a zero the compiler cannot see.
+  // `loaded` must be or-ed from a register of every shared load of the page: the barrier's address then depends on
+  // them, and the slot cannot be refilled under a load that is still under way. zero is a zero the compiler cannot see.
   __device__ __forceinline__ void release(uint32_t loaded, uint32_t zero, int lane, uint32_t count = 1) {
     uint32_t bar = (empty + 8 * slot()) | (loaded & zero);
     __syncwarp();
@@ -104,9 +117,9 @@ struct Ring {
 using DenseRing = Ring<kDenseSlots>;
 using ExpertRing = Ring<kExpertSlots>;
 
-// Runs a piece of code twice: first a rehearsal without effect, then for real. A layer's code is executed once in 20 us and
-// has left the inner instruction caches by then; the rehearsal fetches it while its input is waited for. The compiler must
-// not know which run is which, or it would make two copies of the code.
+// Runs a piece of code twice: first a rehearsal without effect, then for real. A layer's code is executed once in 20 us
+// and has left the inner instruction caches by then; the rehearsal fetches it while its input is waited for. The
+// compiler must not know which run is which, or it would make two copies of the code.
 template <class Run>
 __device__ __forceinline__ void rehearse(Run&& run) {
 #pragma unroll 1
@@ -125,7 +138,7 @@ struct Block {
   uint32_t epoch;  // of the running layer
   int layer;
   int position;
-  bool traced;     // this step's times are kept
+  bool traced;  // this step's times are kept
 
   __device__ __forceinline__ bool owner() const { return sm < kOwners; }
   __device__ __forceinline__ uint64_t* exchange(int offset, uint32_t back = 0) const {
@@ -149,8 +162,8 @@ struct Block {
       if (p.dump) p.dump[layer * kDumpLayer + offset] = v;
   }
 
-  // The whole warp polls until ready() in every lane, or until the watchdog gave up: from then on nobody waits any more, the kernel runs through the
-  // rest of its step on whatever is there and leaves.
+  // The whole warp polls until ready() in every lane, or until the watchdog gave up: from then on nobody waits any
+  // more, the kernel runs through the rest of its step on whatever is there and leaves.
   template <class Ready>
   __device__ __forceinline__ void wait(Ready&& ready) const {
     for (uint32_t spins = 1; !__all_sync(~0u, ready()); spins++)  // together: shuffles need no detours then
@@ -180,11 +193,11 @@ __device__ __forceinline__ int attention_unit(const Params& p, int sm) {
 // word {value, epoch}
 __device__ __forceinline__ float word_float(uint64_t w) { return __uint_as_float((uint32_t)w); }
 
-// Row sums of `rows` x kWarps partials: four lanes a row, four partials each, fixed order. Row of this lane: the caller's.
+// Sum of the 16 warps' partials of one row: four lanes a row (lane / 8 is the quarter), fixed order; all four get it.
 template <int kStride>
 __device__ __forceinline__ float sum_partials(const float (&part)[kWarps][kStride], int row, int quarter) {
-  float v = (part[4 * quarter][row] + part[4 * quarter + 1][row]) +
-            (part[4 * quarter + 2][row] + part[4 * quarter + 3][row]);
+  float v =
+      (part[4 * quarter][row] + part[4 * quarter + 1][row]) + (part[4 * quarter + 2][row] + part[4 * quarter + 3][row]);
   v += __shfl_xor_sync(~0u, v, 8);
   return v + __shfl_xor_sync(~0u, v, 16);
 }
@@ -192,8 +205,8 @@ __device__ __forceinline__ float sum_partials(const float (&part)[kWarps][kStrid
 __device__ __forceinline__ float inverse_rms(const float (&squares)[kWarps]) {
   const float4* s = (const float4*)squares;
   const float4 a = s[0], b = s[1], c = s[2], d = s[3];
-  const float v = ((a.x + a.y) + (a.z + a.w) + (b.x + b.y) + (b.z + b.w)) +
-                  ((c.x + c.y) + (c.z + c.w) + (d.x + d.y) + (d.z + d.w));
+  const float v =
+      ((a.x + a.y) + (a.z + a.w) + (b.x + b.y) + (b.z + b.w)) + ((c.x + c.y) + (c.z + c.w) + (d.x + d.y) + (d.z + d.w));
   return rsqrtf(v / kHidden + kRmsEps);
 }
 

@@ -9,10 +9,10 @@
 
 namespace mk {
 
-// First a warpgroup: one warp streams dense weights, one streams experts, one watches the time, one adds router logits up. The scheduler
-// prefers older warps, and these must not starve behind consumers that spin on a barrier. Then 16 consumer warps. The first
-// four warps exist as a whole because registers move between roles by warpgroups: 640 x 96 at launch, then 512 x 104 +
-// 128 x 64 out of the same 61440 (asking for more than the launch took would never return).
+// First a warpgroup: one warp streams dense weights, one streams experts, one watches the time, one adds router logits
+// up. The scheduler prefers older warps, and these must not starve behind consumers that spin on a barrier. Then 16
+// consumer warps. The first four warps exist as a whole because registers move between roles by warpgroups: 640 x 96 at
+// launch, then 512 x 104 + 128 x 64 out of the same 61440 (asking for more than the launch took would never return).
 constexpr int kProducers = 128, kThreads = kProducers + kTeam;
 
 template <bool kDebug>

@@ -19,7 +19,8 @@ constexpr int kOwnedRows = 16;             // hidden rows whose residual one SM 
 constexpr int kOwners = kHidden / kOwnedRows;
 
 static_assert(kHidden == kWarps * 128, "the K split of this version needs a hidden size of 2048");
-static_assert(kQRows == 4096 && kHeadDim == 128 && kGroup == 8, "attention is written for 8 query heads of 128 a KV head");
+static_assert(kQRows == 4096 && kHeadDim == 128 && kGroup == 8,
+              "attention is written for 8 query heads of 128 a KV head");
 static_assert(kOwners <= kGrid && kExperts == 128 && kExperts <= kGrid, "16 hidden rows and one router row an SM");
 static_assert(kTopK == 8 && kMoeIntermediate % 128 == 0, "two warps an expert, whole chunks of 64 columns each");
 static_assert(kVocab % 8 == 0 && kMaxContext % 16 == 0 && kNormTopkProb, "not written for this model");
@@ -50,8 +51,8 @@ constexpr int64_t kDenseLayerBytes = kQkvBytes + kOutBytes;
 // A tile is 16 rows x K columns in chunks of 64 columns: first 512 bytes of nibbles a chunk, then 64 bytes of e4m3
 // scales a chunk. Lane (g, t) owns columns 16 t .. 16 t + 15 of a chunk, exactly one scale block, of rows g and g + 8.
 // Its 16 bytes are four words, word m serving MMA m with columns 4 m .. 4 m + 3; the low half-word holds the even
-// columns, the high one the odd. A half-word holds four codes "s eem" so that two shifts, one select and four masks make
-// bf16 values of them (mma.cuh):
+// columns, the high one the odd. A half-word holds four codes "s eem" so that two shifts, one select and four masks
+// make bf16 values of them (mma.cuh):
 //     code                      sign at   eem at
 //     row g,     columns 0, 1     15      8..6
 //     row g + 8, columns 0, 1     12      5..3
@@ -72,8 +73,8 @@ MK_HD int tile_scale_offset(int row, int column, int K) {
   int chunk = column / 64, t = column % 64 / 16, g = row % 8;
   return K / 64 * 512 + chunk * 64 + (g * 4 + t) * 2 + row / 8;
 }
-// Gate and up share tiles: rows 0..7 of tile u are gate rows 8 u .. 8 u + 7, rows 8..15 the same up rows, so that one lane
-// ends with both halves of a SwiGLU pair. One tile is one page.
+// Gate and up share tiles: rows 0..7 of tile u are gate rows 8 u .. 8 u + 7, rows 8..15 the same up rows, so that one
+// lane ends with both halves of a SwiGLU pair. One tile is one page.
 constexpr int kPairUnits = kMoeIntermediate / 8, kPairTileBytes = tile_bytes(kHidden);
 constexpr int kDownTileBytes = tile_bytes(kMoeIntermediate);
 constexpr int64_t kPairBytes = (int64_t)kPairUnits * kPairTileBytes;
@@ -82,7 +83,8 @@ constexpr int kTokenPairUnits = kTopK * kPairUnits;  // gate/up tiles of one tok
 constexpr int kMaxPairUnits = (kTokenPairUnits + kGrid - 1) / kGrid;
 static_assert(kDownTileBytes % 16 == 0 && kPairTileBytes % 128 == 0 && 2 * kDownTileBytes <= kPairTileBytes);
 
-// ---- routers: bf16 [expert][hidden], as in the checkpoint -------------------------------------------------------------
+// ---- routers: bf16 [expert][hidden], as in the checkpoint
+// -------------------------------------------------------------
 constexpr int64_t kRouterBytes = (int64_t)kExperts * kHidden * 2;
 
 // ---- norms: float32, layer after layer, then the final norm ---------------------------------------------------------
@@ -105,21 +107,21 @@ MK_HD int v_offset(int position, int dim) {  // bytes inside the V half of a til
 constexpr int64_t kKvBytes = (int64_t)kLayers * kKvHeads * kMaxTiles * 2 * kTileBytes;
 
 // ---- exchange buffers: 8-byte {value, epoch} words, two copies in turn ----------------------------------------------
-constexpr int kMaxUnits = 128;                      // attention units: KV heads x splits
+constexpr int kMaxUnits = 128;                                 // attention units: KV heads x splits
 constexpr int kPartialWords = kGroup * kHeadDim + 2 * kGroup;  // sums, then maximum and denominator of every head
 // What the whole grid polls exists in kCopies copies, and SM s reads copy s % kCopies: 132 SMs that poll the same lines
 // queue up in L2 behind each other.
 constexpr int kCopies = 4;
-constexpr int kXMid = 0;                                          // float32: hidden after attention, copies
-constexpr int kXOut = kXMid + kCopies * kHidden;                  // float32: hidden after the experts, copies
-constexpr int kXAttention = kXOut + kCopies * kHidden;            // bf16 x 2: attention output, copies
-constexpr int kXExperts = kXAttention + kCopies * kQRows / 2;     // bf16 x 2: SwiGLU outputs, slot major, copies
+constexpr int kXMid = 0;                                       // float32: hidden after attention, copies
+constexpr int kXOut = kXMid + kCopies * kHidden;               // float32: hidden after the experts, copies
+constexpr int kXAttention = kXOut + kCopies * kHidden;         // bf16 x 2: attention output, copies
+constexpr int kXExperts = kXAttention + kCopies * kQRows / 2;  // bf16 x 2: SwiGLU outputs, slot major, copies
 constexpr int kExpertWords = kTopK * kMoeIntermediate / 2;
 constexpr int kLogitCopies = 8;
-constexpr int kXLogits = kXExperts + kCopies * kExpertWords;      // float32: router logits, kLogitCopies copies
-constexpr int kXQkv = kXLogits + kLogitCopies * kExperts;         // float32: q, k, v before norm and RoPE
-constexpr int kXPartial = kXQkv + kQkvRows;                       // float32: attention partials
-constexpr int kXBest = kXPartial + kMaxUnits * kPartialWords;     // {logit}, {token} of every SM
+constexpr int kXLogits = kXExperts + kCopies * kExpertWords;   // float32: router logits, kLogitCopies copies
+constexpr int kXQkv = kXLogits + kLogitCopies * kExperts;      // float32: q, k, v before norm and RoPE
+constexpr int kXPartial = kXQkv + kQkvRows;                    // float32: attention partials
+constexpr int kXBest = kXPartial + kMaxUnits * kPartialWords;  // {logit}, {token} of every SM
 constexpr int kXWords = (kXBest + 2 * kGrid + 15) / 16 * 16, kExchangeWords = 2 * kXWords;
 
 }  // namespace mk

@@ -4,8 +4,8 @@
 
 namespace mk {
 
-// Four bf16 in the exponent range of a subnormal e2m1 code: value = code * 2^-126. bf16 products keep subnormals, so 0.5,
-// the only code whose image is subnormal, survives.
+// Four bf16 in the exponent range of a subnormal e2m1 code: value = code * 2^-126. bf16 products keep subnormals, so
+// 0.5, the only code whose image is subnormal, survives.
 __device__ __forceinline__ void unpack_nvfp4(uint32_t w, uint32_t (&a)[4]) {
   constexpr uint32_t kMask = 0x81C081C0u;  // sign and "eem" of both half-words
   a[0] = w & kMask;
@@ -19,7 +19,7 @@ constexpr float kNvfp4Scale = 256.f;  // 2^126 of the codes less the 2^118 that 
 
 // Block scales of rows g (low byte) and g + 8 -> {s, s} pairs times 2^118.
 __device__ __forceinline__ void unpack_scales(uint32_t bytes, uint32_t& low_row, uint32_t& high_row) {
-  uint32_t p = __byte_perm(bytes, 0, 0x4140) << 4;  // e4m3 bits read as bf16: s * 2^-120, exact, subnormals too
+  uint32_t p = __byte_perm(bytes, 0, 0x4140) << 4;          // e4m3 bits read as bf16: s * 2^-120, exact, subnormals too
   p = mul_bf16x2(mul_bf16x2(p, 0x7B807B80u), 0x7A807A80u);  // * 2^120 * 2^118: one factor of 2^238 does not exist
   low_row = __byte_perm(p, 0, 0x1010);
   high_row = __byte_perm(p, 0, 0x3232);

@@ -1,9 +1,9 @@
 // Phase 2: q/k norm, RoPE, KV write, attention over this SM's share of the cache, combination of the shares.
 //
-// kKvHeads x splits SMs take part, each with one KV head and the tiles of 16 positions t = split, split + splits, ...; a
-// position is therefore always written and read by the same SM. Scores: every warp takes 8 positions (K), then all warps
-// meet and each takes 8 of the 128 head dimensions over all tiles (V), so the outputs need no sum across warps. The first
-// 8 tiles are loaded into registers before q arrives; more would spill.
+// kKvHeads x splits SMs take part, each with one KV head and the tiles of 16 positions t = split, split + splits, ...;
+// a position is therefore always written and read by the same SM. Scores: every warp takes 8 positions (K), then all
+// warps meet and each takes 8 of the 128 head dimensions over all tiles (V), so the outputs need no sum across warps.
+// The first 8 tiles are loaded into registers before q arrives; more would spill.
 #pragma once
 #include "attention_tiles.cuh"
 #include "block.cuh"
@@ -47,7 +47,8 @@ __device__ __forceinline__ void attention_inputs(const Block& b, int kv_head) {
   *(uint32_t*)(dst + d + 64) = hi;
 }
 
-// The new position goes into the cache after its attention is published: nobody waits for it there before the next step.
+// The new position goes into the cache after its attention is published: nobody waits for it there before the next
+// step.
 __device__ __forceinline__ void write_cache(const Block& b, int kv_head) {
   uint8_t* tile = b.p.kv + kv_tile_offset(b.layer, kv_head, b.position / kTile);
   const int d = 4 * b.lane;
@@ -57,7 +58,8 @@ __device__ __forceinline__ void write_cache(const Block& b, int kv_head) {
     for (int i = 0; i < 4; i++) *(uint16_t*)(tile + kTileBytes + v_offset(b.position, d + i)) = b.s.v_new[d + i];
 }
 
-// The newest position's k and v may not have reached the cache when the tiles were loaded: take them from shared memory.
+// The newest position's k and v may not have reached the cache when the tiles were loaded: take them from shared
+// memory.
 __device__ __forceinline__ void patch_newest(const Block& b, int first, int newest, Attention& r) {
   const int p = b.position % kTile, g = b.lane >> 2, t = b.lane & 3;
   if (first + b.warp / 2 == newest && b.warp % 2 == p / 8 && g == p % 8) {
@@ -149,7 +151,8 @@ __device__ __forceinline__ void phase_combine(Block& b, int unit) {
   if (unit < 0) return;
   const int log_splits = b.p.log_splits, splits = 1 << log_splits;
   b.stamp<kDebug>(kPhaseCombine, 0);
-  const int kv_head = unit >> log_splits, from = b.tid & (splits - 1), head_row = (unit & (splits - 1)) << (10 - log_splits);
+  const int kv_head = unit >> log_splits, from = b.tid & (splits - 1),
+            head_row = (unit & (splits - 1)) << (10 - log_splits);
   const int o = head_row + (b.tid >> log_splits) * 2, head = o / kHeadDim;
   const uint64_t* src = b.exchange(kXPartial) + ((kv_head << log_splits) + from) * kPartialWords;
   ulonglong2 v, m;

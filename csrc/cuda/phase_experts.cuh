@@ -5,8 +5,8 @@
 
 namespace mk {
 
-// Router and gate/up share their input: this warp's columns are 128 w .. 128 w + 127, four a lane. SM e multiplies them with
-// router row e. Leaves the MMA operands of gate/up in x.
+// Router and gate/up share their input: this warp's columns are 128 w .. 128 w + 127, four a lane. SM e multiplies them
+// with router row e. Leaves the MMA operands of gate/up in x.
 template <bool kDebug>
 __device__ __forceinline__ void phase_router(Block& b, uint4 (&x)[4]) {
   b.stamp<kDebug>(kPhaseRouter, 0);
@@ -79,8 +79,8 @@ __device__ __forceinline__ void phase_pair(Block& b, ExpertRing& ring, const uin
   b.stamp<kDebug>(kPhasePair, 3);
 }
 
-// Warp w multiplies expert slot w / 2, half w % 2 of its columns; the weighted sum over the slots is part of the sum over
-// the warps, in the fixed order of the slots.
+// Warp w multiplies expert slot w / 2, half w % 2 of its columns; the weighted sum over the slots is part of the sum
+// over the warps, in the fixed order of the slots.
 template <bool kDebug>
 __device__ __forceinline__ void phase_down(Block& b, ExpertRing& ring) {
   b.stamp<kDebug>(kPhaseDown, 0);
@@ -94,7 +94,8 @@ __device__ __forceinline__ void phase_down(Block& b, ExpertRing& ring) {
   float sum = weight;
 #pragma unroll
   for (int i = 1; i < kTopK; i *= 2) sum += __shfl_xor_sync(~0u, sum, i);
-  const float scale = __fdividef(__shfl_sync(~0u, weight, slot), sum) * kNvfp4Scale * b.s.expert_scale[b.layer & 1][slot].y;
+  const float scale =
+      __fdividef(__shfl_sync(~0u, weight, slot), sum) * kNvfp4Scale * b.s.expert_scale[b.layer & 1][slot].y;
   ulonglong2 v[kPairs];
   b.wait([&] {
     bool ready = true;

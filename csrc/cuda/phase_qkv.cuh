@@ -1,5 +1,5 @@
-// Phase 1: norm + q, k, v projection. The norm's 1/rms is one number a token, so it is applied to the sums: a warp starts
-// as soon as its own columns are there, without waiting for the whole vector.
+// Phase 1: norm + q, k, v projection. The norm's 1/rms is one number a token, so it is applied to the sums: a warp
+// starts as soon as its own columns are there, without waiting for the whole vector.
 #pragma once
 #include "attention_tiles.cuh"
 #include "block.cuh"
@@ -8,7 +8,9 @@
 namespace mk {
 
 // This lane's columns of a dense input: 1024 h + 64 w + 2 lane and the next, for h = 0 .. K / 1024 - 1.
-__device__ __forceinline__ int dense_column(const Block& b, int h) { return kPageColumns * h + 64 * b.warp + 2 * b.lane; }
+__device__ __forceinline__ int dense_column(const Block& b, int h) {
+  return kPageColumns * h + 64 * b.warp + 2 * b.lane;
+}
 
 // Puts 64 columns (two a lane) into the warp's slice and takes MMA operands from it.
 __device__ __forceinline__ void dense_operands(const Block& b, int h, uint32_t pair, uint4 (&x)[2]) {
@@ -36,8 +38,8 @@ __device__ __forceinline__ void wait_hidden(const Block& b, float2 (&x)[kQkvPage
   for (int h = 0; h < kQkvPagesPerUnit; h++) x[h] = make_float2(word_float(v[h].x), word_float(v[h].y));
 }
 
-// Multiplies one row unit of 8 rows with the input; the sums of this warp's columns go to part[warp][8 unit + row]. All pages
-// are loaded before the first product: the loads of one hide behind those of the others.
+// Multiplies one row unit of 8 rows with the input; the sums of this warp's columns go to part[warp][8 unit + row]. All
+// pages are loaded before the first product: the loads of one hide behind those of the others.
 template <int kPages, int kStride>
 __device__ __forceinline__ void dense_unit(const Block& b, DenseRing& ring, float (&part)[kWarps][kStride], int unit,
                                            const uint4 (&x)[kPages][2]) {
@@ -60,8 +62,8 @@ __device__ __forceinline__ void dense_unit(const Block& b, DenseRing& ring, floa
   }
 }
 
-// Reads the input of layer 0 from the embedding and of the others from the exchange, multiplied by the norm weights, not
-// yet by 1/rms. epoch - 1 is the epoch of the layer before.
+// Reads the input of layer 0 from the embedding and of the others from the exchange, multiplied by the norm weights,
+// not yet by 1/rms. epoch - 1 is the epoch of the layer before.
 template <bool kDebug>
 __device__ __forceinline__ void phase_qkv(Block& b, DenseRing& ring, Attention& attention) {
   b.stamp<kDebug>(kPhaseQkv, 0);
@@ -78,8 +80,7 @@ __device__ __forceinline__ void phase_qkv(Block& b, DenseRing& ring, Attention& 
       uint32_t e = __ldg((const uint32_t*)(row + dense_column(b, h)));
       v[h] = make_float2(bf16_low(e), bf16_high(e));
     }
-    if (b.owner() && b.tid < kOwnedRows)
-      b.s.residual[b.tid] = bf16_low(__ldg(row + b.sm * kOwnedRows + b.tid));
+    if (b.owner() && b.tid < kOwnedRows) b.s.residual[b.tid] = bf16_low(__ldg(row + b.sm * kOwnedRows + b.tid));
   } else {
     wait_hidden(b, v);
   }

@@ -49,8 +49,9 @@ __device__ __forceinline__ void prefetch_cache(const Params& p, int unit, int la
   for (int i = 0; i < count; i++, tile += 2 * kTileBytes << p.log_splits) bulk_prefetch(tile, 2 * kTileBytes);
 }
 
-// Pages that the ring cannot hold come into L2 in the one part of a layer in which memory is idle: from the moment this SM
-// has multiplied its gate/up pages. Earlier they would delay the experts. True when the slot for the next page is free.
+// Pages that the ring cannot hold come into L2 in the one part of a layer in which memory is idle: from the moment this
+// SM has multiplied its gate/up pages. Earlier they would delay the experts. Not at all when the next slot is free
+// already.
 __device__ __forceinline__ void prefetch_when_idle(const Stream<kDenseSlots>& out, const Shared& s, const uint8_t* w,
                                                    int pages, uint32_t down) {
   const Ring<kDenseSlots>& ring = out.ring;
@@ -62,7 +63,11 @@ __device__ __forceinline__ void prefetch_when_idle(const Stream<kDenseSlots>& ou
 // One thread.
 __device__ __forceinline__ void produce_dense(const Params& p, Shared& s, int sm, int unit) {
   Stream<kDenseSlots> out{{smem_address(s.dense_full), smem_address(s.dense_empty)},
-                          smem_address(s.dense), kPageBytes, (uint32_t)p.dense_flight, evict_first_policy(), &s.quit};
+                          smem_address(s.dense),
+                          kPageBytes,
+                          (uint32_t)p.dense_flight,
+                          evict_first_policy(),
+                          &s.quit};
   const int qkv0 = first_item(kQkvUnits, sm) * kQkvPagesPerUnit,
             qkv_pages = first_item(kQkvUnits, sm + 1) * kQkvPagesPerUnit - qkv0;
   const int head0 = first_item(kHeadUnits, sm) * kQkvPagesPerUnit,
@@ -79,7 +84,8 @@ __device__ __forceinline__ void produce_dense(const Params& p, Shared& s, int sm
 #pragma unroll 1
       for (int i = 0; i < qkv_pages + out_pages; i++) {
         if (i == kDenseSlots && layer && p.prefetch) {
-          if (qkv_pages > i) prefetch_when_idle(out, s, qkv + i * kPageBytes, qkv_pages - i, epoch * kPhases + kPhaseDown);
+          if (qkv_pages > i)
+            prefetch_when_idle(out, s, qkv + i * kPageBytes, qkv_pages - i, epoch * kPhases + kPhaseDown);
           if (out_pages && p.prefetch > 1) prefetch_when_idle(out, s, o, out_pages, epoch * kPhases + kPhaseDown);
         }
         // What fits into the ring is fetched while the router's exchanges wait behind it, the rest while nobody does.
@@ -120,8 +126,8 @@ __device__ __forceinline__ float key_value(uint32_t key) {
   return __uint_as_float(key & 0x80000000u ? key ^ 0x80000000u : ~key);
 }
 
-// One warp of SM e: adds up the products of router row e that the consumer warps leave, layer after layer, and publishes the
-// logit. It lacks 1/rms, which is positive and does not change the order.
+// One warp of SM e: adds up the products of router row e that the consumer warps leave, layer after layer, and
+// publishes the logit. It lacks 1/rms, which is positive and does not change the order.
 template <bool kDebug>
 __device__ __forceinline__ void sum_logits(Block b) {
   if (b.sm >= kExperts) return;
@@ -137,8 +143,8 @@ __device__ __forceinline__ void sum_logits(Block b) {
     }
 }
 
-// The whole warp waits for the 128 logits, chooses the eight largest (ties to the lower expert; 1/rms is positive and does
-// not change the order) and leaves them in shared memory. False when the consumers left.
+// The whole warp waits for the 128 logits, chooses the eight largest (ties to the lower expert; 1/rms is positive and
+// does not change the order) and leaves them in shared memory. False when the consumers left.
 template <bool kDebug>
 __device__ __forceinline__ bool choose_experts(const Block& b) {
   const volatile int32_t& quit = b.s.quit;
@@ -202,8 +208,12 @@ __device__ __forceinline__ bool choose_experts(const Block& b) {
 // One warp.
 template <bool kDebug>
 __device__ __forceinline__ void produce_experts(Block b) {
-  Stream<kExpertSlots> out{{smem_address(b.s.expert_full), smem_address(b.s.expert_empty)}, smem_address(b.s.expert),
-                           kPairTileBytes, (uint32_t)b.p.expert_flight, evict_first_policy(), &b.s.quit};
+  Stream<kExpertSlots> out{{smem_address(b.s.expert_full), smem_address(b.s.expert_empty)},
+                           smem_address(b.s.expert),
+                           kPairTileBytes,
+                           (uint32_t)b.p.expert_flight,
+                           evict_first_policy(),
+                           &b.s.quit};
   constexpr int kFirstPages = 2;  // issued before the scales are fetched; a gate/up page must be left for after
   static_assert(kTokenPairUnits / kGrid > kFirstPages);
   const int u0 = first_item(kTokenPairUnits, b.sm), u1 = first_item(kTokenPairUnits, b.sm + 1);

@@ -1,4 +1,5 @@
-// Read bandwidth of this GPU: the ceiling every speed is held to. Bulk copies of 16 KB, 8 under way an SM, nothing else.
+// Read bandwidth of this GPU: the ceiling every speed is held to. Bulk copies of 16 KB, 8 under way an SM, nothing
+// else.
 #pragma once
 #include <algorithm>
 #include <cstdio>

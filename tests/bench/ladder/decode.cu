@@ -15,13 +15,13 @@
 using namespace mk;
 using namespace ladder;
 
-#define CHECK(x)                                                                            \
-  do {                                                                                      \
-    cudaError_t e_ = (x);                                                                   \
-    if (e_ != cudaSuccess) {                                                                \
-      printf("%s, line %d: %s\n", #x, __LINE__, cudaGetErrorString(e_));                    \
-      exit(1);                                                                              \
-    }                                                                                       \
+#define CHECK(x)                                                         \
+  do {                                                                   \
+    cudaError_t e_ = (x);                                                \
+    if (e_ != cudaSuccess) {                                             \
+      printf("%s, line %d: %s\n", #x, __LINE__, cudaGetErrorString(e_)); \
+      exit(1);                                                           \
+    }                                                                    \
   } while (0)
 
 template <class T>
@@ -65,7 +65,8 @@ static Model make_model() {
     uint8_t* w = m.dense + l * kDenseLayerBytes;
     pack_bf16<<<1056, 256>>>(w, l * kTensors + kQkv, kQkvRows, kHidden, 1.f, true);
     pack_bf16<<<1056, 256>>>(w + kQkvBytes, l * kTensors + kOut, kHidden, kQRows, 1.f, true);
-    pack_bf16<<<1056, 256>>>(routers + (size_t)l * kExperts * kHidden * 2, l * kTensors + kRouter, kExperts, kHidden, kRouterGain, false);
+    pack_bf16<<<1056, 256>>>(routers + (size_t)l * kExperts * kHidden * 2, l * kTensors + kRouter, kExperts, kHidden,
+                             kRouterGain, false);
     pack_nvfp4<<<1056, 256>>>(m.experts, l, true);
     pack_nvfp4<<<1056, 256>>>(m.experts, l, false);
   }
@@ -142,13 +143,16 @@ struct Reference {
   float *x, *qkv, *attention, *mid, *logits, *ids, *weights, *h, *out, *scores, *head;
 };
 static Reference make_reference() {
-  return {device_array<float>(kHidden), device_array<float>(kQkvRows), device_array<float>(kQRows), device_array<float>(kHidden),
-          device_array<float>(kExperts), device_array<float>(kTopK), device_array<float>(kTopK),
-          device_array<float>(kTopK * kMoeIntermediate), device_array<float>(kHidden),
-          device_array<float>((size_t)kHeads * kMaxContext), device_array<float>(kVocab)};
+  return {device_array<float>(kHidden),  device_array<float>(kQkvRows),
+          device_array<float>(kQRows),   device_array<float>(kHidden),
+          device_array<float>(kExperts), device_array<float>(kTopK),
+          device_array<float>(kTopK),    device_array<float>(kTopK * kMoeIntermediate),
+          device_array<float>(kHidden),  device_array<float>((size_t)kHeads * kMaxContext),
+          device_array<float>(kVocab)};
 }
 // One layer. `in` and, when forced, every phase's input come from `forced` (what the kernel published); else from here.
-static void reference_layer(Model& m, Reference& r, int l, int position, const float* in, const float* forced, double* worst) {
+static void reference_layer(Model& m, Reference& r, int l, int position, const float* in, const float* forced,
+                            double* worst) {
   const float* norm = m.norms + l * kNormLayer;
   auto compare = [&](int phase, int offset, const float* mine, int n) {
     if (forced) worst[phase] = std::max(worst[phase], relative_error(forced + offset, mine, n));
@@ -210,8 +214,10 @@ static bool check(Model& m, Reference& r, int context, int log_splits, int steps
   for (int l = 0; l < kLayers; l++)
     reference_layer(m, r, l, position, l ? dump + (l - 1) * kDumpLayer + kDumpOut : x, dump + l * kDumpLayer, worst);
   bool ok = true;
-  printf("check: context %d, %d KV splits, step %d of %d; worst relative error of 48 layers, each phase from the kernel's own input:\n ",
-         context, 1 << log_splits, steps, steps);
+  printf(
+      "check: context %d, %d KV splits, step %d of %d; worst relative error of 48 layers, each phase from the kernel's "
+      "own input:\n ",
+      context, 1 << log_splits, steps, steps);
   for (int i = 0; i < 7; i++) {
     printf(" %s %.1e", names[i], worst[i]);
     ok = ok && worst[i] <= limits[i];
@@ -250,7 +256,8 @@ static bool check(Model& m, Reference& r, int context, int log_splits, int steps
     token = to_host(m.p.tokens, 2)[1];
     same += token == tokens[s + 1];
   }
-  printf("  20 runs %s; one launch a step: %d of %d tokens the same\n", identical ? "bit-identical" : "DIFFER", same, steps);
+  printf("  20 runs %s; one launch a step: %d of %d tokens the same\n", identical ? "bit-identical" : "DIFFER", same,
+         steps);
   CHECK(cudaFree(dump));
   CHECK(cudaFree(again));
   CHECK(cudaFree(x));
@@ -263,8 +270,10 @@ static bool check_watchdog(Model& m, int context, int log_splits) {
   m.broken = true;
   const float ms = run<false>(m, 1234, context, 3, log_splits, nullptr);
   const bool ok = m.last.expired && m.last.phase == kPhaseOut && ms < 500;
-  printf("watchdog: an SM that never publishes ends the kernel after %.0f ms; reported phase %u (output projection is %d), SM %u: %s\n",
-         ms, m.last.phase, kPhaseOut, m.last.sm, ok ? "ok" : "WRONG");
+  printf(
+      "watchdog: an SM that never publishes ends the kernel after %.0f ms; reported phase %u (output projection is "
+      "%d), SM %u: %s\n",
+      ms, m.last.phase, kPhaseOut, m.last.sm, ok ? "ok" : "WRONG");
   m.broken = false;
   m.p.wait_limit_ns = kWaitLimit;
   m.epochs = 0;
@@ -281,10 +290,12 @@ static void print_trace(Model& m) {
   auto edge = [&](int l, int ph, int i, bool last) {
     double v = 0;
     for (int sm = 0; sm < kGrid; sm++)
-      if (at(l, ph, sm, i) && at(l, ph, sm, 3)) v = v == 0 ? at(l, ph, sm, i) : last ? std::max(v, at(l, ph, sm, i)) : std::min(v, at(l, ph, sm, i));
+      if (at(l, ph, sm, i) && at(l, ph, sm, 3))
+        v = v == 0 ? at(l, ph, sm, i) : last ? std::max(v, at(l, ph, sm, i)) : std::min(v, at(l, ph, sm, i));
     return v;
   };
-  const char* names[kPhases] = {"qkv", "attention", "combine", "out", "router", "choose", "gate/up", "down", "head", "token"};
+  const char* names[kPhases] = {"qkv",    "attention", "combine", "out",  "router",
+                                "choose", "gate/up",   "down",    "head", "token"};
   printf("us after the layer before was published, [first, last] SM, mean over layers:\n");
   for (int ph = 0; ph <= kPhaseDown; ph++) {
     printf("  %-10s", names[ph]);
@@ -300,12 +311,14 @@ static void print_trace(Model& m) {
     }
     printf("\n");
   }
-  printf("  head and token: %.1f us after the last layer\n", (edge(kLayers, kPhaseToken, 3, true) - edge(kLayers - 1, kPhaseDown, 3, true)) / 1e3);
+  printf("  head and token: %.1f us after the last layer\n",
+         (edge(kLayers, kPhaseToken, 3, true) - edge(kLayers - 1, kPhaseDown, 3, true)) / 1e3);
 }
 
 int main(int argc, char** argv) {
   setvbuf(stdout, nullptr, _IOLBF, 0);
-  const int context = argc > 1 ? atoi(argv[1]) : 512, log_splits = argc > 2 ? atoi(argv[2]) : 3, steps = argc > 3 ? atoi(argv[3]) : 64;
+  const int context = argc > 1 ? atoi(argv[1]) : 512, log_splits = argc > 2 ? atoi(argv[2]) : 3,
+            steps = argc > 3 ? atoi(argv[3]) : 64;
   cudaDeviceProp d;
   CHECK(cudaGetDeviceProperties(&d, 0));
   printf("%s, %d SMs; kernel: %zu bytes of shared memory\n", d.name, d.multiProcessorCount, sizeof(Shared));
@@ -341,9 +354,12 @@ int main(int argc, char** argv) {
   for (int i = 0; i < 7; i++) ms.push_back(run<false>(m, 1234 + i, context, steps, log_splits, nullptr) / steps);
   std::sort(ms.begin(), ms.end());
   const double bound = bytes / bandwidth * 1e3;
-  printf("context %d, %d KV splits, %d steps: %.4f ms/token (min %.4f max %.4f) = %.0f tok/s; bytes %.3f GB, read bandwidth %.3f TB/s,"
-         " bound %.4f ms, %.1f%% of it\n",
-         context, 1 << log_splits, steps, ms[3], ms[0], ms[6], 1e3 / ms[3], bytes / 1e9, bandwidth / 1e12, bound, 100 * bound / ms[3]);
+  printf(
+      "context %d, %d KV splits, %d steps: %.4f ms/token (min %.4f max %.4f) = %.0f tok/s; bytes %.3f GB, read "
+      "bandwidth %.3f TB/s,"
+      " bound %.4f ms, %.1f%% of it\n",
+      context, 1 << log_splits, steps, ms[3], ms[0], ms[6], 1e3 / ms[3], bytes / 1e9, bandwidth / 1e12, bound,
+      100 * bound / ms[3]);
   double traced = run<true>(m, 1234, context, steps, log_splits, nullptr) / steps;
   printf("with trace %.4f ms/token; ", traced);
   print_trace(m);

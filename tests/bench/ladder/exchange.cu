@@ -1,6 +1,6 @@
-// What one exchange costs: 128 blocks publish 16 float32 each as {value, epoch} words, every block waits for all 2048, round
-// after round; every value is checked. With 1 to 8 copies of the words, each read by a share of the blocks, and beside a
-// stream of weights of 0 to 4 bulk copies of 16 KB under way per SM.
+// What one exchange costs: 128 blocks publish 16 float32 each as {value, epoch} words, every block waits for all 2048,
+// round after round; every value is checked. With 1 to 8 copies of the words, each read by a share of the blocks, and
+// beside a stream of weights of 0 to 4 bulk copies of 16 KB under way per SM.
 //   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -I csrc/cuda -I tests/bench/ladder -o exchange \
 //        tests/bench/ladder/exchange.cu && ./exchange
 #include <cstdio>
@@ -10,13 +10,13 @@
 
 using namespace mk;
 
-#define CHECK(x)                                                               \
-  do {                                                                         \
-    cudaError_t e_ = (x);                                                      \
-    if (e_ != cudaSuccess) {                                                   \
-      printf("%s, line %d: %s\n", #x, __LINE__, cudaGetErrorString(e_));       \
-      exit(1);                                                                 \
-    }                                                                          \
+#define CHECK(x)                                                         \
+  do {                                                                   \
+    cudaError_t e_ = (x);                                                \
+    if (e_ != cudaSuccess) {                                             \
+      printf("%s, line %d: %s\n", #x, __LINE__, cudaGetErrorString(e_)); \
+      exit(1);                                                           \
+    }                                                                    \
   } while (0)
 
 __device__ float expected(int round, int row) { return (float)(round * 7 + row); }
@@ -27,8 +27,9 @@ struct Buffers {
   uint64_t full[kSlots];
   int32_t done;
 };
-__global__ void __launch_bounds__(kTeam + 32, 1) exchange(uint64_t* words, int copies, int rounds, const uint8_t* weights,
-                                                          int64_t bytes, int flight, int* wrong, unsigned long long* streamed) {
+__global__ void __launch_bounds__(kTeam + 32, 1)
+    exchange(uint64_t* words, int copies, int rounds, const uint8_t* weights, int64_t bytes, int flight, int* wrong,
+             unsigned long long* streamed) {
   extern __shared__ __align__(128) uint8_t raw[];
   Buffers& s = *(Buffers*)raw;
   const int sm = blockIdx.x, tid = threadIdx.x;
@@ -72,7 +73,8 @@ __global__ void __launch_bounds__(kTeam + 32, 1) exchange(uint64_t* words, int c
       b = load_relaxed_2(src + 2);
       ready = a.x >> 32 == round && a.y >> 32 == round && b.x >> 32 == round && b.y >> 32 == round;
     } while (!__all_sync(~0u, ready));
-    bad += __uint_as_float((uint32_t)a.x) != expected(round, 4 * tid) || __uint_as_float((uint32_t)b.y) != expected(round, 4 * tid + 3);
+    bad += __uint_as_float((uint32_t)a.x) != expected(round, 4 * tid) ||
+           __uint_as_float((uint32_t)b.y) != expected(round, 4 * tid + 3);
     team_sync<kTeam>();
   }
   if (bad) atomicAdd(wrong, bad);
@@ -114,8 +116,8 @@ int main() {
       unsigned long long moved;
       CHECK(cudaEventElapsedTime(&ms, a, b));
       CHECK(cudaMemcpy(&moved, streamed, 8, cudaMemcpyDeviceToHost));
-      printf("%d copies under way, %d copies of the words: %.2f us an exchange, weights %.2f TB/s (%.0f%%)\n", flight, copies,
-             ms * 1e3 / rounds, moved / (ms * 1e-3) / 1e12, 100 * moved / (ms * 1e-3) / bandwidth);
+      printf("%d copies under way, %d copies of the words: %.2f us an exchange, weights %.2f TB/s (%.0f%%)\n", flight,
+             copies, ms * 1e3 / rounds, moved / (ms * 1e-3) / 1e12, 100 * moved / (ms * 1e-3) / bandwidth);
     }
   int bad;
   CHECK(cudaMemcpy(&bad, wrong, 4, cudaMemcpyDeviceToHost));

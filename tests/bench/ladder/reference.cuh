@@ -1,5 +1,5 @@
-// The slow, obvious twin of every phase: one kernel a phase, canonical weights, float32 activations without any rounding
-// in between, float64 sums. A block of 128 threads computes one output element.
+// The slow, obvious twin of every phase: one kernel a phase, canonical weights, float32 activations without any
+// rounding in between, float64 sums. A block of 128 threads computes one output element.
 #pragma once
 #include "weights.cuh"
 
@@ -24,10 +24,12 @@ __global__ void ref_norm(float* y, const float* x, const float* weight, int n, b
   for (int i = threadIdx.x; i < n; i += blockDim.x) y[i] = (float)(x[i] * r * weight[i]);
 }
 // y[row] = w[row] . x (+ residual[row])
-__global__ void ref_matrix(float* y, uint32_t tensor, float gain, const float* x, int K, int rows, const float* residual) {
+__global__ void ref_matrix(float* y, uint32_t tensor, float gain, const float* x, int K, int rows,
+                           const float* residual) {
   for (int row = blockIdx.x; row < rows; row += gridDim.x) {
     double s = 0;
-    for (int k = threadIdx.x; k < K; k += blockDim.x) s += (double)bf16_value(weight_bf16(tensor, row, k, K, gain)) * x[k];
+    for (int k = threadIdx.x; k < K; k += blockDim.x)
+      s += (double)bf16_value(weight_bf16(tensor, row, k, K, gain)) * x[k];
     s = block_sum(s);
     if (threadIdx.x == 0) y[row] = (float)(s + (residual ? residual[row] : 0.f));
   }
@@ -91,7 +93,8 @@ __global__ void ref_top_k(float* ids, float* weights, const float* logits, const
 }
 __device__ inline double expert_dot(int layer, bool pair, int expert, int row, const float* x) {
   const int K = pair ? kHidden : kMoeIntermediate, rows = pair ? 2 * kMoeIntermediate : kHidden;
-  const uint32_t tensor = layer * kTensors + (pair ? kPair : kDown), scales = layer * kTensors + (pair ? kPairScale : kDownScale);
+  const uint32_t tensor = layer * kTensors + (pair ? kPair : kDown),
+                 scales = layer * kTensors + (pair ? kPairScale : kDownScale);
   const uint64_t r = (uint64_t)expert * rows + row;
   double s = 0;
   for (int k = threadIdx.x; k < K; k += blockDim.x)
@@ -101,14 +104,17 @@ __device__ inline double expert_dot(int layer, bool pair, int expert, int row, c
 __global__ void ref_pair(float* h, int layer, const float* x, const float* ids) {
   for (int i = blockIdx.x; i < kTopK * kMoeIntermediate; i += gridDim.x) {
     int expert = (int)ids[i / kMoeIntermediate], row = i % kMoeIntermediate;
-    double gate = expert_dot(layer, true, expert, row, x), up = expert_dot(layer, true, expert, kMoeIntermediate + row, x);
+    double gate = expert_dot(layer, true, expert, row, x),
+           up = expert_dot(layer, true, expert, kMoeIntermediate + row, x);
     if (threadIdx.x == 0) h[i] = (float)(gate / (1.0 + exp(-gate)) * up);
   }
 }
-__global__ void ref_down(float* y, int layer, const float* h, const float* ids, const float* weights, const float* residual) {
+__global__ void ref_down(float* y, int layer, const float* h, const float* ids, const float* weights,
+                         const float* residual) {
   for (int row = blockIdx.x; row < kHidden; row += gridDim.x) {
     double s = 0;
-    for (int k = 0; k < kTopK; k++) s += weights[k] * expert_dot(layer, false, (int)ids[k], row, h + k * kMoeIntermediate);
+    for (int k = 0; k < kTopK; k++)
+      s += weights[k] * expert_dot(layer, false, (int)ids[k], row, h + k * kMoeIntermediate);
     if (threadIdx.x == 0) y[row] = (float)(s + residual[row]);
   }
 }

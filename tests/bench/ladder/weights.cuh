@@ -49,7 +49,8 @@ __host__ __device__ inline float e4m3(uint32_t b) {
 
 // ---- packing, on the device ----------------------------------------------------------------------------------------
 __global__ void pack_bf16(uint8_t* out, uint32_t tensor, int64_t rows, int K, float gain, bool paged) {
-  for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < rows * K / 8; i += (int64_t)gridDim.x * blockDim.x) {
+  for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < rows * K / 8;
+       i += (int64_t)gridDim.x * blockDim.x) {
     int64_t row = i / (K / 8);
     int column = i % (K / 8) * 8;
     __align__(16) uint16_t w[8];
@@ -62,12 +63,15 @@ __host__ __device__ inline int tile_row(bool pair, int tile, int r) {
   return !pair ? 16 * tile + r : r < 8 ? 8 * tile + r : kMoeIntermediate + 8 * tile + r - 8;
 }
 __global__ void pack_nvfp4(uint8_t* experts, int layer, bool pair) {
-  const int K = pair ? kHidden : kMoeIntermediate, tiles = pair ? kPairUnits : kOwners, rows = pair ? 2 * kMoeIntermediate : kHidden;
-  const uint32_t tensor = layer * kTensors + (pair ? kPair : kDown), scales = layer * kTensors + (pair ? kPairScale : kDownScale);
+  const int K = pair ? kHidden : kMoeIntermediate, tiles = pair ? kPairUnits : kOwners,
+            rows = pair ? 2 * kMoeIntermediate : kHidden;
+  const uint32_t tensor = layer * kTensors + (pair ? kPair : kDown),
+                 scales = layer * kTensors + (pair ? kPairScale : kDownScale);
   const int64_t words = (int64_t)kExperts * tiles * 8 * (K / 4);
   for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < words; i += (int64_t)gridDim.x * blockDim.x) {
     int column = i % (K / 4) * 4, g = i / (K / 4) % 8, tile = i / (K / 4 * 8) % tiles, expert = i / (K / 4 * 8) / tiles;
-    uint8_t* base = experts + ((int64_t)layer * kExperts + expert) * kExpertBytes + (pair ? 0 : kPairBytes) + (int64_t)tile * tile_bytes(K);
+    uint8_t* base = experts + ((int64_t)layer * kExperts + expert) * kExpertBytes + (pair ? 0 : kPairBytes) +
+                    (int64_t)tile * tile_bytes(K);
     uint32_t word = 0;
     for (int r = g; r < 16; r += 8) {
       uint64_t row = (uint64_t)expert * rows + tile_row(pair, tile, r);
