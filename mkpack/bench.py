@@ -44,6 +44,7 @@ class BenchResult:
     artifact: str
     target: str
     threads: int
+    random_weights: bool
     bandwidth_gb_s: float
     load_s: float
     check: str
@@ -54,7 +55,8 @@ class BenchResult:
 
     def render(self) -> str:
         lines = [
-            f"artifact   {self.artifact}, {self.target}, {self.threads} threads",
+            f"artifact   {self.artifact}, {self.target}, {self.threads} threads"
+            + (", random weights" if self.random_weights else ""),
             f"load       {self.load_s:.2f} s, digests checked",
             f"bandwidth  {self.bandwidth_gb_s:.1f} GB/s read by the same threads",
             f"check      {self.check}",
@@ -96,6 +98,7 @@ def run(path: Path, *, threads: int | None = None, contexts: Sequence[int] | Non
             artifact=str(path),
             target=model.target,
             threads=threads or platform.cores(),
+            random_weights=model.manifest.source.kind == "dummy",
             bandwidth_gb_s=bandwidth / 1e9,
             load_s=load_s,
             check=check,

@@ -22,6 +22,7 @@ from mkpack import __version__, codegen, platform, provenance, quality, quantize
 from mkpack.artifact import build_lock, clean_temporaries, open_artifact, write_artifact
 from mkpack.checkpoint import Checkpoint
 from mkpack.compile import Kernel, Unit, compile_kernels
+from mkpack.dummy import Dummy
 from mkpack.errors import UserError, os_errors
 from mkpack.layout import Layout
 from mkpack.manifest import MANIFEST_NAME, Entry, KernelEntry, Limits, Manifest, Producer, Source, WeightsEntry
@@ -129,7 +130,7 @@ def _check_libraries() -> None:
         )
 
 
-def _notes(todo: Plan, checkpoint: Checkpoint) -> Iterator[str]:
+def _notes(todo: Plan, checkpoint: Checkpoint | Dummy) -> Iterator[str]:
     if unused := checkpoint.unused(todo.roles):
         few = ", ".join(unused[:3]) + (", ..." if len(unused) > 3 else "")
         yield f"{len(unused)} tensors of the checkpoint are not part of the model and left out: {few}"
@@ -191,7 +192,11 @@ def _work_folder(path: Path, keep: bool) -> Iterator[Path]:
 
 
 def _pack(
-    todo: Plan, checkpoint: Checkpoint, work: Path, kernels: Future[dict[str, Kernel]], console: Console | None
+    todo: Plan,
+    checkpoint: Checkpoint | Dummy,
+    work: Path,
+    kernels: Future[dict[str, Kernel]],
+    console: Console | None,
 ) -> tuple[list[Path], dict[str, Any]]:
     """Quantises tensor by tensor into every rank's blob. Returns the blobs and the error report.
 
@@ -303,6 +308,7 @@ def _publish(
         "recipe.yaml": todo.recipe_path,
         "report.json": (json.dumps(report, indent=1, sort_keys=True) + "\n").encode(),
     }
+    source = todo.recipe.source
     license_id = todo.recipe.license or checkpoint.license_id or "unknown"
 
     def manifest(found: dict[str, Entry]) -> Manifest:
@@ -313,10 +319,11 @@ def _publish(
             license=license_id,
             producer=producer,
             source=Source(
-                kind="hub" if todo.recipe.source.repo else "folder",
-                repo=todo.recipe.source.repo,
+                kind="hub" if source.repo else "dummy" if source.dummy else "folder",
+                repo=source.repo,
                 commit=todo.commit,
                 files=digests,
+                seed=source.seed if source.dummy else None,
             ),
             recipe=todo.recipe.canonical_text(),
             build_key=key,

@@ -213,9 +213,22 @@ class Model:
     @property
     def text(self) -> Text:
         """The tokenizer side. UserError when the artifact has no tokenizer."""
-        if self._text is None:
-            self._text = Text(self._files)
+        self.require_text()
+        assert self._text
         return self._text
+
+    def require_text(self) -> None:
+        """UserError when the artifact has no tokenizer."""
+        if self._text is None:
+            self._text = self._make_text()
+
+    def _make_text(self) -> Text:
+        if self.manifest.source.kind == "dummy" and not self.has_text:
+            raise UserError(
+                "no tokenizer: this artifact holds random weights (source.dummy of its recipe), so it takes and gives "
+                "token ids only; mkpack bench measures its speed"
+            )
+        return Text(self._files)
 
     @property
     def length(self) -> int:

@@ -84,17 +84,23 @@ class Producer(_Frozen):
 
 
 class Source(_Frozen):
-    """Where the weights came from. A folder has no name here: absolute paths of a machine stay out of artifacts."""
+    """Where the weights came from. A folder has no name here: absolute paths of a machine stay out of artifacts.
 
-    kind: Literal["hub", "folder"]
+    A dummy source is random weights of `seed`; its only file is the config.json whose shape they have.
+    """
+
+    kind: Literal["hub", "folder", "dummy"]
     repo: str | None
     commit: Commit | None
     files: dict[str, Sha256]
+    seed: Count | None = None
 
     @model_validator(mode="after")
     def _named_when_from_the_hub(self) -> Source:
         if (self.kind == "hub") != (self.repo is not None) or (self.kind == "hub") != (self.commit is not None):
-            raise ValueError("a hub source has repo and commit, a folder has neither")
+            raise ValueError("a hub source has repo and commit, any other has neither")
+        if (self.kind == "dummy") != (self.seed is not None):
+            raise ValueError("a dummy source has a seed, no other has one")
         return self
 
 

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from mkpack import platform, quality, schedule
 from mkpack.checkpoint import Checkpoint, is_aux
@@ -17,6 +17,9 @@ from mkpack.models import model_spec
 from mkpack.recipe import Recipe, load_recipe
 from mkpack.spec import Format, ModelSpec, Precision, TensorRole, tensors
 from mkpack.text import Text
+
+if TYPE_CHECKING:
+    from mkpack.dummy import Dummy
 
 # Resident size of Python and torch before any tensor, and once modelopt and the scratch of the quantiser's threads have
 # come, which is when the first tensor is quantised.
@@ -37,13 +40,14 @@ class QualityPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """A recipe, its checkpoint, and what will be made of it. `checkpoint` is None when only config.json is here."""
+    """A recipe, its checkpoint, and what will be made of it. `checkpoint` is None when only config.json is here.
+    `files` are config.json and those of tokenizer and licence, by name."""
 
     recipe: Recipe
     recipe_path: Path
-    folder: Path
+    files: dict[str, Path]
     commit: str | None
-    checkpoint: Checkpoint | None
+    checkpoint: Checkpoint | Dummy | None
     spec: ModelSpec
     roles: list[TensorRole]
     layout: Layout
@@ -53,7 +57,10 @@ class Plan:
 
     @property
     def source(self) -> str:
-        return f"{self.recipe.source.repo}@{self.commit}" if self.recipe.source.repo else str(self.folder)
+        source = self.recipe.source
+        if source.dummy:
+            return f"random weights of seed {source.seed} in the shape of {source.dummy}"
+        return f"{source.repo}@{self.commit}" if source.repo else str(source.folder)
 
     @property
     def artifact_bytes(self) -> int:
@@ -95,11 +102,11 @@ class Plan:
 
     def tokenizer_files(self) -> dict[str, Path]:
         """Files the runtime reads to turn text into tokens and back; config.json for its stop tokens."""
-        return _tokenizer_files(self.folder)
+        return _tokenizer_files(self.files)
 
     def legal_files(self) -> dict[str, Path]:
         """Licence and notice files of the source, by name."""
-        return {n: p for n, p in _aux_files(self.folder).items() if n.upper().startswith(_LEGAL)}
+        return {n: p for n, p in self.files.items() if n.upper().startswith(_LEGAL)}
 
     def bytes_by_format(self) -> dict[str, int]:
         sizes: dict[str, int] = {}
@@ -177,16 +184,22 @@ def plan(recipe_path: Path, weights: bool = False, progress: bool = True) -> Pla
     Raises UserError for everything in recipe, config or checkpoint that would stop the build.
     """
     recipe = load_recipe(recipe_path)
-    found = checkpoint = None
+    found = None
+    checkpoint: Checkpoint | Dummy | None = None
     if recipe.source.folder:
         checkpoint = Checkpoint.open(recipe.source.folder)
-        folder, config = checkpoint.folder, checkpoint.config
+        files, config = _files(checkpoint.folder), checkpoint.config
+    elif recipe.source.dummy:
+        from mkpack.dummy import Dummy
+
+        checkpoint = Dummy.open(recipe.source.dummy, recipe.source.seed)
+        files, config = {"config.json": checkpoint.path}, checkpoint.config
     else:
         from mkpack.hub import fetch_source
 
         assert recipe.source.repo
         found = fetch_source(recipe.source.repo, recipe.source.revision, progress=progress, weights=False)
-        folder, config = found.folder, _config(found.folder)
+        files, config = _files(found.folder), _config(found.folder)
     spec, names = model_spec(config)
     roles = list(tensors(spec, names))
     if checkpoint:
@@ -195,7 +208,7 @@ def plan(recipe_path: Path, weights: bool = False, progress: bool = True) -> Pla
     precision: dict[str, Format] = {p: recipe.precision_of(p) for p in get_args(Precision)}
     try:
         layout = Layout(spec, precision, recipe.parallel.tp, _router_format(checkpoint, roles, config))
-        tokens = _quality_tokens(recipe, folder, spec)
+        tokens = _quality_tokens(recipe, files, spec)
     except UserError as e:
         raise UserError(f"{recipe_path}: {e}") from e
     if found and weights:
@@ -208,7 +221,7 @@ def plan(recipe_path: Path, weights: bool = False, progress: bool = True) -> Pla
         reference = Layout(spec, dict.fromkeys(precision, "bf16"), 1, layout.router_format)
         measured = QualityPlan(tokens, _runs_here(targets)[0], reference)
     commit, sha256 = (found.commit, found.sha256) if found else (None, {})
-    return Plan(recipe, recipe_path, folder, commit, checkpoint, spec, roles, layout, targets, sha256, measured)
+    return Plan(recipe, recipe_path, files, commit, checkpoint, spec, roles, layout, targets, sha256, measured)
 
 
 def _checked_targets(recipe: Recipe, recipe_path: Path, spec: ModelSpec) -> tuple[str, ...]:
@@ -229,7 +242,9 @@ def _checked_targets(recipe: Recipe, recipe_path: Path, spec: ModelSpec) -> tupl
         targets = tuple(dict.fromkeys(platform.resolve_target(t) for t in recipe.targets))
     except UserError as e:
         problems.append(str(e))
-    if recipe.quality and targets and not _runs_here(targets):
+    if recipe.quality and recipe.source.dummy:
+        problems.append("quality: random weights (source.dummy) have none to measure; remove quality from the recipe")
+    elif recipe.quality and targets and not _runs_here(targets):
         problems.append(
             f"quality: none of the targets {', '.join(targets)} runs on this machine, so it cannot be measured "
             "here; remove quality from the recipe or add a target of this machine"
@@ -243,11 +258,11 @@ def _runs_here(targets: tuple[str, ...]) -> list[str]:
     return [level for level in platform.cpu_levels() if level in targets]
 
 
-def _quality_tokens(recipe: Recipe, folder: Path, spec: ModelSpec) -> tuple[int, ...] | None:
+def _quality_tokens(recipe: Recipe, files: dict[str, Path], spec: ModelSpec) -> tuple[int, ...] | None:
     if recipe.quality is None:
         return None
     text = quality.read_text(recipe.quality.text)
-    tokenizer = Text({name: path.read_bytes() for name, path in _tokenizer_files(folder).items()})
+    tokenizer = Text({name: path.read_bytes() for name, path in _tokenizer_files(files).items()})
     tokens = quality.tokens_of(text, tokenizer, recipe.quality.tokens, recipe.limits.context)
     if max(tokens) >= spec.vocab_size:
         raise UserError(
@@ -257,13 +272,13 @@ def _quality_tokens(recipe: Recipe, folder: Path, spec: ModelSpec) -> tuple[int,
     return tuple(tokens)
 
 
-def _aux_files(folder: Path) -> dict[str, Path]:
-    return {path.name: path for path in sorted(folder.iterdir()) if is_aux(path.name) and path.is_file()}
+def _files(folder: Path) -> dict[str, Path]:
+    aux = {path.name: path for path in sorted(folder.iterdir()) if is_aux(path.name) and path.is_file()}
+    return {**aux, "config.json": folder / "config.json"}
 
 
-def _tokenizer_files(folder: Path) -> dict[str, Path]:
-    kept = {n: p for n, p in _aux_files(folder).items() if not n.upper().startswith(_LEGAL)}
-    return {**kept, "config.json": folder / "config.json"}
+def _tokenizer_files(files: dict[str, Path]) -> dict[str, Path]:
+    return {n: p for n, p in files.items() if not n.upper().startswith(_LEGAL)}
 
 
 def _config(folder: Path) -> dict[str, Any]:
@@ -277,7 +292,7 @@ def _config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _router_format(checkpoint: Checkpoint | None, roles: list[TensorRole], config: dict) -> Format:
+def _router_format(checkpoint: Checkpoint | Dummy | None, roles: list[TensorRole], config: dict) -> Format:
     """Routers keep the checkpoint's own dtype; float16 is widened. One format serves all layers."""
     if checkpoint is None:
         dtype = config.get("dtype") or config.get("torch_dtype") or "float32"

@@ -49,7 +49,8 @@ NotEmpty = BeforeValidator(_given)
 
 
 class Source(_Strict):
-    """Where the checkpoint comes from: a repo of the hub at a revision, or a local folder (absolute here)."""
+    """Where the weights come from: a repo of the hub at a revision, a local folder, or none: random weights of `seed`
+    in the shape that the config.json at `dummy` describes. Paths are absolute here."""
 
     repo: Annotated[str | None, NotEmpty] = Field(
         default=None,
@@ -58,6 +59,8 @@ class Source(_Strict):
     )
     revision: str = Field(default="main", pattern=r"^\S+$", description="a branch, a tag or a commit")
     folder: Annotated[FilePath | None, NotEmpty] = Field(default=None, description="the path of a checkpoint folder")
+    dummy: Annotated[FilePath | None, NotEmpty] = Field(default=None, description="the path of a config.json")
+    seed: int = Field(default=0, ge=0, lt=2**63, description="a whole number from 0 to 2^63 - 1")
 
 
 class Quantise(_Strict):
@@ -99,7 +102,7 @@ class Recipe(_Strict):
         max_length=128,
         description="a file name of letters, digits, '.', '_' and '-' that starts with neither '.' nor '-'",
     )
-    source: Source = Field(description="a section with either repo (and revision) or folder")
+    source: Source = Field(description="a section with either repo (and revision), folder, or dummy (and seed)")
     license: Annotated[str | None, NotEmpty] = Field(
         default=None, pattern=r"^\S.*$", description="a licence id as text, such as apache-2.0"
     )
@@ -129,9 +132,11 @@ class Recipe(_Strict):
         Paths are left out, so that builds in different folders agree: whoever makes a build key from this adds the
         digests of the files that the paths lead to.
         """
-        data = self.model_dump(mode="json", exclude={"source": {"folder"}, "quality": {"text"}})
+        data = self.model_dump(mode="json", exclude={"source": {"folder", "dummy", "seed"}, "quality": {"text"}})
         if self.source.folder is not None:
             data["source"] = "folder"
+        elif self.source.dummy is not None:
+            data["source"] = {"dummy": self.source.seed}
         return json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
 
 
@@ -157,17 +162,20 @@ def load_recipe(path: Path) -> Recipe:
 
 
 def _source_problems(document: Document) -> list[tuple[int, str]]:
-    """repo and folder exclude each other. Checked here, since pydantic skips model checks once a field failed."""
+    """One kind of source, with its own keys. Checked here, since pydantic skips model checks once a field failed."""
     source = document.data.get("source")
     if not isinstance(source, dict):
         return []
-    line, given = document.line(("source",)), {k for k in ("repo", "revision", "folder") if k in source}
-    if not given & {"repo", "folder"}:
-        known = nearest(next(iter(source), ""), ("repo", "folder"))
-        return [(line, f"source: missing key: expected either repo: org/name or folder: path, found neither{known}")]
-    if "folder" in given and len(given) > 1:
-        both = " and ".join(sorted(given, reverse=True))
-        return [(line, f"source: expected either repo (and revision) or folder, found {both}; remove one")]
+    line = document.line(("source",))
+    given = [k for k in ("repo", "revision", "folder", "dummy", "seed") if k in source]
+    if not {"repo", "folder", "dummy"} & set(given):
+        known = nearest(next(iter(source), ""), ("repo", "folder", "dummy"))
+        expected = "either repo: org/name, folder: path or dummy: config.json"
+        return [(line, f"source: missing key: expected {expected}, found none of them{known}")]
+    if not any(set(given) <= kind for kind in ({"repo", "revision"}, {"folder"}, {"dummy", "seed"})):
+        found = " and ".join([", ".join(given[:-1]), given[-1]])
+        expected = "either repo (and revision), folder, or dummy (and seed)"
+        return [(line, f"source: expected {expected}, found {found}; remove what does not belong together")]
     return []
 
 

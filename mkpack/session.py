@@ -99,6 +99,7 @@ def converse(model: Model, options: Options) -> None:
     """A conversation on the terminal, until Ctrl-D or /exit. Ctrl-C stops an answer and keeps what it said so far."""
     if options.json:
         raise UserError("--json needs a prompt: give --prompt, --prompt-file or standard input")
+    model.require_text()
     with suppress(ImportError):
         import readline  # noqa: F401  (line editing and history for input())
     print(_HELP)

@@ -76,6 +76,9 @@ class FakeModel:
     def __exit__(self, *error: Any) -> None:
         self.calls.append(("unload",))
 
+    def require_text(self) -> None:
+        return None
+
     def generate(self, prompt: str, **options: Any) -> FakeGeneration:
         self.calls.append(("generate", prompt, options))
         return FakeGeneration(self, prompt)

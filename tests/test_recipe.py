@@ -123,6 +123,13 @@ BAD = [
     (SMALL + "quantise:\n", [":3: quantise", "found nothing"]),
     (SMALL + "license:\n", [":3: license", "found nothing"]),
     (SMALL + "license: 2.0\n", [":3: license", "the number 2.0", "in quotes"]),
+    ("name: a\nsource: {dummy: c.json, folder: m}\n", [":2: source", "folder and dummy", "(and seed)"]),
+    ("name: a\nsource: {repo: a/b, revision: v, dummy: c.json}\n", [":2: source", "repo, revision and dummy"]),
+    ("name: a\nsource: {folder: m, seed: 1}\n", [":2: source", "folder and seed", "remove"]),
+    ("name: a\nsource: {seed: 1}\n", [":2: source", "dummy: config.json", "none of them"]),
+    ("name: a\nsource: {dummy: }\n", [":2: source.dummy", "path of a config.json", "found nothing"]),
+    ("name: a\nsource: {dummy: c.json, seed: -1}\n", [":2: source.seed", "from 0 to 2^63 - 1", "the number -1"]),
+    ("name: a\nsource: {dummy: c.json, seed: 1.5}\n", [":2: source.seed", "whole number", "1.5"]),
     (SMALL + "quality:\n", [":3: quality", "text, tokens", "found nothing"]),
     (SMALL + "quality: {text: t, tokens: 1}\n", [":3: quality.tokens", "at least 2", "the number 1"]),
     (SMALL + "quality: {text: ''}\n", [":3: quality.text", "path of a text file"]),
@@ -144,9 +151,9 @@ BAD = [
     ("name: ..\nsource: {folder: m}\n", [":1: name", '".."']),
     ("name: 12\nsource: {folder: m}\n", [":1: name", "the number 12", "in quotes"]),
     ("name: a\nsource: m\n", [":2: source", "either repo", 'found "m"']),
-    ("name: a\nsource: {}\n", [":2: source", "either repo", "neither"]),
-    ("name: a\nsource: {revision: main}\n", [":2: source", "either repo", "neither"]),
-    ("name: a\nsource:\n  repo: a/b\n  folder: m\n", [":2: source", "repo and folder", "remove one"]),
+    ("name: a\nsource: {}\n", [":2: source", "either repo", "none of them"]),
+    ("name: a\nsource: {revision: main}\n", [":2: source", "either repo", "none of them"]),
+    ("name: a\nsource:\n  repo: a/b\n  folder: m\n", [":2: source", "repo and folder", "remove"]),
     ("name: a\nsource: {folder: m, revision: x}\n", [":2: source", "revision and folder"]),
     ("name: a\nsource: {repo: justname}\n", [":2: source.repo", "org/name", '"justname"']),
     ("name: a\nsource: {repo: ../../etc}\n", [":2: source.repo", "org/name"]),
@@ -229,6 +236,12 @@ def test_canonical_text_leaves_out_paths_and_nothing_else(tmp_path: Path) -> Non
     two = load_recipe(write(tmp_path / "b", SMALL.replace("model", "elsewhere") + extra)).canonical_text()
     assert one == two and str(tmp_path) not in one and "model" not in one
     assert json.loads(one)["quality"] == {"tokens": 9}
+    random = "name: demo\nsource: {dummy: model, seed: 0}\n"
+    one, two, default = (
+        load_recipe(write(tmp_path, text)).canonical_text()
+        for text in (random, random.replace("0", "1"), random.replace(", seed: 0", ""))
+    )
+    assert one == default != two and "model" not in one and str(tmp_path) not in one
     base = load_recipe(write(tmp_path, FULL)).canonical_text()
     for old, new in [
         ("Demo-1.0_x", "other"),
@@ -254,6 +267,7 @@ _recipes = st.fixed_dictionaries(
         "name": _name,
         "source": st.one_of(
             st.fixed_dictionaries({"folder": st.sampled_from(["m", "../m", "/a/b"])}),
+            st.fixed_dictionaries({"dummy": st.just("c.json")}, optional={"seed": st.integers(0, 2**63 - 1)}),
             st.fixed_dictionaries(
                 {"repo": st.just("org/name")}, optional={"revision": st.sampled_from(["main", "v1"])}
             ),
@@ -272,6 +286,7 @@ _recipes = st.fixed_dictionaries(
         "quality": st.fixed_dictionaries({"text": st.just("t.txt")}, optional={"tokens": st.integers(2, 999)}),
     },
 )
+PATHS = (("source", "folder"), ("source", "dummy"), ("quality", "text"))
 quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
@@ -297,7 +312,7 @@ def test_valid_recipes_load_and_say_what_was_written(tmp_path: Path, data: Any, 
         for key in where:
             value = getattr(value, key)
         written = section(data, where[:-1])[where[-1]]
-        if where in (("source", "folder"), ("quality", "text")):
+        if where in PATHS:
             assert value.is_absolute() and value.name == Path(written).name
         elif not isinstance(written, dict):
             assert value == (tuple(written) if isinstance(written, list) else written)
@@ -332,7 +347,7 @@ def test_a_wrong_value_is_refused_with_its_line_and_key(tmp_path: Path, data: An
     junk = st.sampled_from([None, -1, 1.5, False, [], ["x"], [[1]], {"x": 1}, "no such value"])
     value = draw.draw(junk)
     # Free text is right for these.
-    if isinstance(value, str) and where in (("license",), ("source", "folder"), ("quality", "text")):
+    if isinstance(value, str) and where in (("license",), *PATHS):
         return
     section(data, where[:-1])[where[-1]] = value
     text = yaml.safe_dump(data, default_flow_style=False, sort_keys=False)

@@ -1,0 +1,157 @@
+"""`source: {dummy: config.json}`: random weights of a model's real shape, made tensor by tensor when they are read.
+
+Nothing is ever on disk and no more than one read is in memory. A tensor's values depend on the seed and on its name,
+never on other tensors, on the order of reading or on the number of CPUs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from statistics import NormalDist
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from mkpack.errors import UserError
+from mkpack.models import model_spec
+from mkpack.shard import LFS_POINTER, TensorInfo, lfs_problem, load_json
+from mkpack.spec import ModelSpec, TensorRole, tensors
+
+if TYPE_CHECKING:
+    import torch
+
+# Values that one random stream makes: enough to hide the cost of its seed, few enough to share a tensor among CPUs. It
+# decides which stream a value comes from, so another number gives other weights.
+CHUNK = 1 << 18
+
+
+@dataclass(frozen=True)
+class Dummy:
+    """Random weights, with what a build asks of a `Checkpoint`. `tensors` is in the order of the blob.
+
+    Values are normal and exact in bfloat16; their dtype is BF16 when config.json says bfloat16, else F32, so that
+    routers are stored as those of the real model are.
+    """
+
+    path: Path
+    seed: int
+    config: dict[str, Any]
+    tensors: dict[str, TensorInfo]
+    sha256: str
+    distributions: dict[str, tuple[float, float]]  # tensor name -> mean and standard deviation
+
+    stray: ClassVar[tuple[str, ...]] = ()
+    license_id: ClassVar[str] = "none (random weights)"
+
+    @classmethod
+    def open(cls, path: Path, seed: int) -> Dummy:
+        """Reads a config.json. Raises UserError when it cannot be read or describes no model that mkpack can build."""
+        try:
+            text = path.read_bytes()
+        except IsADirectoryError:
+            raise UserError(f"dummy source {path} is a folder: expected a config.json; name the file in it") from None
+        except OSError as e:
+            raise UserError(f"dummy source {path} cannot be read: {e.strerror}; expected a config.json") from e
+        if text.startswith(LFS_POINTER):
+            raise UserError(f"dummy source {lfs_problem(str(path))}")
+        try:
+            config = load_json(text, [])
+        except ValueError as e:
+            raise UserError(f"dummy source {path} is not readable as JSON: {e}") from e
+        if not isinstance(config, dict):
+            raise UserError(f"dummy source {path} is not a JSON object; expected a config.json")
+        spec, names = model_spec(config)
+        bf16 = (config.get("dtype") or config.get("torch_dtype")) == "bfloat16"
+        dtype, width = ("BF16", 2) if bf16 else ("F32", 4)
+        roles = list(tensors(spec, names))
+        infos = (TensorInfo(r.source, dtype, r.shape, path.name, 0, math.prod(r.shape) * width) for r in roles)
+        distributions = {r.source: _distribution(r, spec) for r in roles}
+        return cls(path, seed, config, {t.name: t for t in infos}, hashlib.sha256(text).hexdigest(), distributions)
+
+    def check(self, roles: Iterable[TensorRole]) -> None:
+        """ValueError for a role that this config.json does not have: roles and tensors come from the same one."""
+        for role in roles:
+            if role.source not in self.tensors or self.tensors[role.source].shape != role.shape:
+                raise ValueError(f"{role.source} {role.shape} is not a tensor of {self.path}")
+
+    def unused(self, roles: Iterable[TensorRole]) -> list[str]:
+        """Names of the tensors that no role needs, sorted."""
+        return sorted(self.tensors.keys() - {role.source for role in roles})
+
+    def aux_files(self) -> dict[str, Path]:
+        """No tokenizer, no chat template, no licence files."""
+        return {}
+
+    def digests(self, expected: dict[str, str] | None = None) -> dict[str, str]:
+        """SHA-256 in hex of config.json, which with the seed decides every weight. Nothing else knows what to expect
+        of it, so `expected` has no effect."""
+        return {"config.json": self.sha256}
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor, bfloat16 or float32 as `tensors` says, in memory of its own."""
+        import torch
+
+        values = torch.from_numpy(self.read_bits(name)).view(torch.bfloat16)
+        return values if self.tensors[name].dtype == "BF16" else values.float()
+
+    def read_bits(self, name: str) -> np.ndarray:
+        """The bfloat16 bits of one tensor: uint16, of its shape."""
+        shape = self.tensors[name].shape
+        table = _table(*self.distributions[name])
+        key = int.from_bytes(hashlib.sha256(f"{self.seed} {name}".encode()).digest(), "little")
+        bits = np.empty(math.prod(shape), np.uint16)
+
+        def fill(start: int) -> None:
+            part = bits[start : start + CHUNK]
+            stream = np.random.PCG64(np.random.SeedSequence(key, spawn_key=(start // CHUNK,)))
+            index = stream.random_raw(-(-len(part) // 4)).view(np.uint16)[: len(part)]
+            # No index is out of range; "clip" only spares the check and the wide copy of the indices it would need.
+            np.take(table, index, out=part, mode="clip")
+
+        list(_pool().map(fill, range(0, len(bits), CHUNK)))
+        return bits.reshape(shape)
+
+
+def _distribution(role: TensorRole, spec: ModelSpec) -> tuple[float, float]:
+    """(mean, standard deviation) that keep activations near 1 and let the tokens of a context differ.
+
+    What attention adds is alike for all tokens, and grows from layer to layer until they all choose the same experts,
+    if it is an even average or large beside the token's own embedding. Hence embeddings of 1, queries that look at some
+    positions far more than at others (doubled, by q_norm where there is one), and outputs of half the usual size. A
+    tied head with such embeddings would make every token repeat itself, so these are smaller.
+    """
+    part = role.name.rsplit(".", 1)[-1]
+    if len(role.shape) == 1:
+        return (0.0, 0.02) if part.endswith("_bias") else (2.0, 0.2) if part == "q_norm" else (1.0, 0.1)
+    if part == "embed" and not spec.tie_word_embeddings:
+        return 0.0, 1.0
+    gains = {"embed": 4.0, "q": 1.0 if spec.qk_norm else 2.0, "o": 0.5, "router": 2.0}
+    return 0.0, gains.get(part, 1.0) / math.sqrt(role.shape[1])
+
+
+@cache
+def _quantiles() -> np.ndarray:
+    """float64 [65536]: the normal distribution in equal steps of probability, from -4.3 to 4.3, ascending."""
+    normal = NormalDist()
+    upper = np.array([normal.inv_cdf((i + 0.5) / 65536) for i in range(32768, 65536)])
+    return np.concatenate([-upper[::-1], upper])
+
+
+@cache
+def _table(mean: float, std: float) -> np.ndarray:
+    """uint16 [65536]: a normal distribution as bfloat16 bits, rounded to nearest even; 16 random bits choose one."""
+    bits = (mean + std * _quantiles()).astype(np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    # Drawing and looking up both let go of the interpreter lock.
+    return ThreadPoolExecutor(len(os.sched_getaffinity(0)), "mkpack-dummy")
