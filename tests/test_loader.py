@@ -175,26 +175,28 @@ def mappings() -> int:
 
 def test_loading_again_and_again_leaks_nothing(make):
     path = make(HELLO)
+    kernels = mappings()  # other tests of this process may hold some
     with load(path) as model:
         list(model.generate("Hi"))
-        assert mappings() > 0
+        assert mappings() > kernels
     before = open_files()
-    assert mappings() == 0
+    assert mappings() == kernels
     for i in range(20):
         with load(path) as model:
             assert "".join(model.generate("Hi")) == "Héllo 😀!"
             if i % 2:
                 next(model.generate("Hi"))
-        assert (open_files(), mappings()) == (before, 0)
+        assert (open_files(), mappings()) == (before, kernels)
 
 
 def test_a_forgotten_model_is_freed(make):
+    kernels = mappings()
     model = load(make(HELLO))
     list(model.generate("Hi"))
     before = open_files()
     del model
     gc.collect()
-    assert mappings() == 0 and open_files() <= before
+    assert mappings() == kernels and open_files() <= before
 
 
 def test_importing_mkpack_is_cheap():
