@@ -7,11 +7,11 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mkpack import platform
+from mkpack import cubin, platform
 from mkpack.errors import InternalError, UserError
 
 # Contraction is off because every fused multiply-add is written out: results may not depend on the compiler's mood.
@@ -20,23 +20,41 @@ CPU_FLAGS = (
     "-Wl,--build-id=none -Wl,-z,relro,-z,now -static-libstdc++ -static-libgcc"
 ).split()
 
+# GPU architectures, and the first CUDA release that knows each. The "a" is part of the name: without it nvcc leaves out
+# what only this generation has.
+CUDA_TARGETS = {"sm_90a": (12, 0), "sm_100a": (12, 8)}
+# Uncompressed, so that the build can read how much code a kernel is; -v is what ptxas says of registers and spills.
+CUDA_FLAGS = (
+    "-std=c++20 -O3 -shared -cudart static --no-compress -Xptxas -v "
+    "-Xcompiler -fPIC,-fvisibility=hidden,-static-libstdc++,-static-libgcc "
+    "-Xlinker --build-id=none,-z,relro,-z,now,--strip-all"
+).split()
+
 
 @dataclass(frozen=True)
 class Unit:
-    """One .so to compile: its folder name, the target, and the text of its model.h."""
+    """One .so to compile: its folder name, the target, and the text of its model.h.
+
+    source: another main file than the target's own in csrc/, for a test of parts.
+    """
 
     name: str
     target: str
     header: str
+    source: Path | None = None
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A compiled target: the .so, the compiler's version line, and what a machine must have to run it."""
+    """A compiled target: the .so, the compiler's version line, and what a machine must have to run it.
+
+    resources: of a GPU target, what each of its kernels takes.
+    """
 
     path: Path
     compiler: str
     requires: dict[str, object]
+    resources: tuple[cubin.Resources, ...] = ()
 
 
 def sources() -> Path:
@@ -61,44 +79,74 @@ def _escape(text: str) -> str:
 
 
 def _rule(unit: Unit, compiler: platform.Compiler, folder: Path) -> str:
+    """The ninja rule of one unit, written into `folder`/name."""
     csrc, generated = sources(), folder / unit.name
-    flags = [
-        *CPU_FLAGS,
-        f"-march={unit.target}",
+    if gpu := unit.target in CUDA_TARGETS:
+        # Ninja runs in `folder`. nvcc hands the compiler below it no name with a space, so none of ours is absolute.
+        generated = Path(unit.name)
+        flags = [*cuda_flags(unit.target), f"-I{csrc / 'cuda'}"]
+    else:
         # No path of this machine in the output: the same sources give the same bytes in any folder.
-        f"-ffile-prefix-map={csrc}=csrc",
-        f"-ffile-prefix-map={generated}=generated",
-        f"-I{csrc}",
-        f"-I{generated}",
-        "-Xlinker",
-        f"--version-script={csrc / 'exports.map'}",
-    ]
-    if unit.target == "x86-64-v4":
-        flags.append("-mprefer-vector-width=512")
-    command = shlex.join([*compiler.command, *flags])
-    out, src = _escape(str(generated / "kernel.so")), _escape(str(csrc / "cpu" / "model.cpp"))
+        maps = [f"-ffile-prefix-map={csrc}=csrc", f"-ffile-prefix-map={generated}=generated"]
+        flags = [*CPU_FLAGS, f"-march={unit.target}", *maps]
+        if unit.target == "x86-64-v4":
+            flags.append("-mprefer-vector-width=512")
+    flags += [f"-I{csrc}", f"-I{generated}", "-Xlinker", f"--version-script={csrc / 'exports.map'}"]
+    command = shlex.join([*compiler.command, *flags]).replace("$", "$$")
+    source = unit.source or csrc / ("cuda/model.cu" if gpu else "cpu/model.cpp")
+    out, src = _escape(str(generated / "kernel.so")), _escape(str(source))
+    # What ptxas says is kept beside the .so, and shown only when the compiler fails.
+    log = " > $out.log 2>&1 || { cat $out.log >&2; exit 1; }" if gpu else ""
     return (
         f"rule {unit.name}\n"
-        f"  command = {command.replace('$', '$$')} -MD -MF $out.d $in -o $out\n"
+        f"  command = {command} -MD -MF $out.d $in -o $out{log}\n"
         f"  depfile = $out.d\n"
         f"  deps = gcc\n"
         f"build {out}: {unit.name} {src} | {_escape(str(generated / 'model.h'))}\n"
     )
 
 
-def compile_kernels(units: Sequence[Unit], folder: Path) -> dict[str, Kernel]:
-    """Compiles CPU kernels side by side, each in `folder`/name. Returns them by name.
+def cuda_flags(target: str) -> list[str]:
+    """nvcc's flags for one GPU architecture of CUDA_TARGETS, code for it alone."""
+    return [*CUDA_FLAGS, "-gencode", f"arch=compute_{target.removeprefix('sm_')},code={target}"]
 
-    Raises UserError when a tool is missing, InternalError with the compiler's own words when it fails.
+
+def _compilers(targets: Iterable[str]) -> dict[str, platform.Compiler]:
+    """The compiler of each target. UserError when one is not here or too old."""
+    found: dict[str, platform.Compiler] = {}
+    for target in dict.fromkeys(targets):
+        if target not in CUDA_TARGETS:
+            compiler = platform.compiler()
+            if compiler is None:
+                raise UserError(platform.no_compiler())
+        else:
+            compiler, (major, minor) = platform.nvcc(), CUDA_TARGETS[target]
+            if compiler is None:
+                raise UserError(
+                    f"target {target}: nvcc is not here; install the CUDA toolkit, {major}.{minor} or newer, and point "
+                    "CUDA_HOME or the PATH at it"
+                )
+            if tuple(int(n) for n in compiler.version.split(".")[:2]) < (major, minor):
+                raise UserError(
+                    f"target {target}: needs nvcc of CUDA {major}.{minor} or newer, found {compiler.version} "
+                    f"({compiler.path}); install a newer CUDA toolkit and point CUDA_HOME at it"
+                )
+        found[target] = compiler
+    return found
+
+
+def compile_kernels(units: Sequence[Unit], folder: Path) -> dict[str, Kernel]:
+    """Compiles kernels side by side, each in `folder`/name. Returns them by name.
+
+    Raises UserError when a tool is missing, InternalError with the compiler's own words when it fails or when a GPU
+    kernel spills registers.
     """
-    compiler = platform.compiler()
-    if compiler is None:
-        raise UserError(platform.no_compiler())
+    compilers = _compilers(unit.target for unit in units)
     rules = ["ninja_required_version = 1.8\n"]
     for unit in units:
         (folder / unit.name).mkdir(parents=True, exist_ok=True)
         (folder / unit.name / "model.h").write_text(unit.header)
-        rules.append(_rule(unit, compiler, folder))
+        rules.append(_rule(unit, compilers[unit.target], folder))
     (folder / "build.ninja").write_text("\n".join(rules))
     environment = {k: v for k, v in os.environ.items() if k != "NINJA_STATUS"}
     done = subprocess.run(
@@ -106,15 +154,20 @@ def compile_kernels(units: Sequence[Unit], folder: Path) -> dict[str, Kernel]:
     )
     if done.returncode:
         raise _failure(done.stdout + done.stderr)
-    return {
-        unit.name: Kernel(folder / unit.name / "kernel.so", compiler.version, {"cpu": unit.target, "system": "linux"})
-        for unit in units
-    }
+    return {unit.name: _kernel(unit, compilers[unit.target], folder / unit.name / "kernel.so") for unit in units}
+
+
+def _kernel(unit: Unit, compiler: platform.Compiler, path: Path) -> Kernel:
+    if unit.target not in CUDA_TARGETS:
+        return Kernel(path, compiler.version, {"cpu": unit.target, "system": "linux"})
+    resources = cubin.report(path.read_bytes(), path.with_name("kernel.so.log").read_text())
+    return Kernel(path, f"nvcc {compiler.version}", {"gpu": unit.target, "system": "linux"}, resources)
 
 
 def _failure(output: str) -> Exception:
     # The kernel's out-of-memory killer leaves no word of its own: the driver only says that a stage was killed.
-    if "Killed" in output or "signal terminated" in output or "out of memory" in output.lower():
+    killed = ("killed", "signal terminated", "died due to signal", "out of memory")
+    if any(word in output.lower() for word in killed):
         return InternalError(
             "the compiler was killed, most likely for lack of memory; close other programs, then build again"
         )
