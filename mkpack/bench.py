@@ -146,7 +146,8 @@ def _point(model: Model, context: int, decode: float, prefill: float, bandwidth:
 
     decode_bytes = nbytes(1, context + NEW_TOKENS // 2)
     # The head runs for the last token only.
-    head = schedule.phases(manifest.spec, manifest.sections, manifest.tp)[-1].nbytes
+    step_phases = schedule.phases(manifest.spec, manifest.sections, manifest.tp)
+    head = sum(p.nbytes for p in step_phases if p.name == "head")
     prefill_bytes = (nbytes(step, context // 2) - head) / step + head / context
     return Point(
         context=context,

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from mkpack import abi
 from mkpack.layout import Layout, ceil_div, tile_bytes
 from mkpack.manifest import Limits, Section
+from mkpack.schedule import Schedule, cpu
 from mkpack.spec import ModelSpec
 
 _LAYER_FIELDS = (
@@ -47,13 +48,44 @@ def _layers(layout: Layout) -> str:
     return "\n".join(rows)
 
 
+def _schedule(schedule: Schedule) -> list[str]:
+    """The order of the phases, the barriers between them, and the sizes of the buffers they share."""
+    barriers, rows = schedule.barriers(), []
+    for i, p in enumerate(schedule.phases):
+        if p.items.workers == "first" or any(w.by == "last arriver" for w in p.waits):
+            continue
+        # What runs where its last item arrives is part of the phase before: the barrier comes after both.
+        after = schedule.phases[i + 1]
+        end = after if any(w.by == "last arriver" for w in after.waits) else p
+        layer = -1 if p.layer is None else p.layer
+        rows.append(f"    {{Phase::{p.name}, {layer}, {str(end.key in barriers).lower()}}},")
+    names = ", ".join(f'"{name}"' for name in cpu.PHASES)
+    sizes = {b.name: b.elements for b in schedule.buffers}
+    return [
+        f"enum class Phase {{ {', '.join(cpu.PHASES)} }};",
+        f"inline constexpr const char* phase_names[] = {{{names}}};",
+        "struct Stage {",
+        "  Phase phase;",
+        "  int layer;  // -1: none",
+        "  bool barrier;  // all threads meet after it",
+        "};",
+        "inline constexpr Stage stages[] = {  // what all threads run, between the phases of thread 0",
+        *rows,
+        "};",
+        f"inline constexpr int attention_chunk = {cpu.CHUNK};",
+        "// Elements of every buffer, 0 where this model does without.",
+        *(f"inline constexpr int64_t buffer_{name} = {sizes.get(name, 0)};" for name in cpu.BUFFERS),
+    ]
+
+
 def _float(x: float) -> str:
     """A C++ literal with every bit of the float."""
     return f"static_cast<float>({float(x).hex()})"
 
 
 def model_header(layout: Layout, limits: Limits, target: str) -> str:
-    """C++ text of model.h for one target. Byte sizes computed here are asserted against csrc/common/format.h."""
+    """C++ text of model.h for one target. Byte sizes computed here are asserted against csrc/common/format.h, those of
+    buffers against csrc/cpu/state.h."""
     spec, tp = layout.spec, layout.tp
     head = "embed" if layout.tied else "lm_head"
     moe, dense = spec.moe, spec.dense_intermediate_size
@@ -107,6 +139,7 @@ def model_header(layout: Layout, limits: Limits, target: str) -> str:
         "lm_head_scale": offset(head + ".scale"),
         "blob_bytes": layout.nbytes,
     }
+    schedule = cpu.cpu_schedule(spec, layout.sections, tp, limits.context, limits.tokens_per_step, target)
     text = description(spec, layout.sections, layout.nbytes, tp, limits, target)
     sizes = {(s.format, s.cols) for s in layout.sections if s.cols > 1}
     asserts = [
@@ -140,6 +173,8 @@ def model_header(layout: Layout, limits: Limits, target: str) -> str:
             "inline constexpr Layer layers[] = {",
             _layers(layout),
             "};",
+            "",
+            *_schedule(schedule),
             f'inline constexpr char description[] = R"mk({text})mk";',
             "}  // namespace mk::model",
             "",

@@ -181,7 +181,8 @@ def plan(recipe_path: Path, weights: bool = False, progress: bool = True) -> Pla
     """Reads the recipe and the checkpoint's metadata. weights: download a hub source whole (a build needs that), once
     everything that can be checked without is.
 
-    Raises UserError for everything in recipe, config or checkpoint that would stop the build.
+    Raises UserError for everything in recipe, config or checkpoint that would stop the build, InternalError for a
+    schedule that does not hold.
     """
     recipe = load_recipe(recipe_path)
     found = None
@@ -220,8 +221,17 @@ def plan(recipe_path: Path, weights: bool = False, progress: bool = True) -> Pla
     if tokens:
         reference = Layout(spec, dict.fromkeys(precision, "bf16"), 1, layout.router_format)
         measured = QualityPlan(tokens, _runs_here(targets)[0], reference)
+    for target in targets:
+        _prove(layout, recipe, target)
+    if measured:
+        _prove(measured.reference, recipe, f"the reference on {measured.target}")
     commit, sha256 = (found.commit, found.sha256) if found else (None, {})
     return Plan(recipe, recipe_path, files, commit, checkpoint, spec, roles, layout, targets, sha256, measured)
+
+
+def _prove(layout: Layout, recipe: Recipe, target: str) -> None:
+    context, tokens = recipe.limits.context, recipe.limits.tokens_per_step
+    schedule.check(schedule.cpu_schedule(layout.spec, layout.sections, layout.tp, context, tokens, target))
 
 
 def _checked_targets(recipe: Recipe, recipe_path: Path, spec: ModelSpec) -> tuple[str, ...]:

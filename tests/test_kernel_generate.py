@@ -334,6 +334,7 @@ def test_a_closed_kernel_is_unloaded(tmp_path, blobs, kernel):
     with running(kernel, LAYOUT, LIMITS, blobs) as model:
         assert mapped() > before
         assert len(model.generate(PROMPT).tokens) == 8
+        assert model.truncate(-1) == abi.ERR_ARGUMENT  # an error's text must not hold the library
     assert mapped() == before
 
 
@@ -361,7 +362,7 @@ def test_a_wait_that_takes_too_long_is_given_up(generating, kernel, blobs):
         if generating:
             got = model.generate(PROMPT)
             code, text = got.code, got.error
-            place = "begin"
+            place = "embed"
         else:
             code, _ = model.try_step([1])
             text, place = model.error(), "qkv of layer 0"

@@ -1,18 +1,35 @@
-"""The phases of a step: every section is read once, in the order of the blob; the bound counts what must be read."""
+"""The schedule: bytes of the bound, a validator that finds every fault planted here, and a kernel that follows it."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import re
+import subprocess
+from collections.abc import Callable
 
+import families
 import kernels
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_layout import layouts
 
+from mkpack import codegen, compile, platform, schedule
+from mkpack.errors import InternalError
 from mkpack.layout import Layout
-from mkpack.schedule import LAYER_PHASES, bytes_per_step, distinct_experts, phase_bytes, phases
+from mkpack.manifest import Limits
+from mkpack.models import model_spec
+from mkpack.schedule import Phase, Schedule, Use, bytes_per_step, distinct_experts, phase_bytes, phases, validate
 from mkpack.spec import LayerSpec
+
+ATTENTION = ["qkv", "attention", "combine", "output"]
+MOE, DENSE = [*ATTENTION, "router", "gate_up", "down"], [*ATTENTION, "gate_up", "down"]
+REPLICATED = {"attn_norm", "q_norm", "k_norm", "o_bias", "mlp_norm", "router", "final_norm", "embed"}
+
+
+def scheduled(layout: Layout, context: int = 300, tokens: int = 16) -> Schedule:
+    return schedule.cpu_schedule(layout.spec, layout.sections, layout.tp, context, tokens)
 
 
 @settings(deadline=None)
@@ -24,9 +41,9 @@ def test_every_section_is_read_once_in_blob_order(layout):
     stored = [s.name for s in layout.sections if s.name not in head]
     assert [n for n in order if n not in head] == stored
     assert (head & set(order) != set()) == layout.tied
-    names = [p.name for p in found]
-    assert names == ["embed", *LAYER_PHASES * len(layout.spec.layers), "head"]
-    assert [p.layer for p in found[1:-1]] == [i for i in range(len(layout.spec.layers)) for _ in LAYER_PHASES]
+    names = [(p.name, p.layer) for p in found]
+    layers = [(n, i) for i, layer in enumerate(layout.spec.layers) for n in (MOE if layer.moe else DENSE)]
+    assert names == [("embed", None), *layers, ("head", None), ("sample", None)]
 
 
 @settings(deadline=None)
@@ -34,9 +51,8 @@ def test_every_section_is_read_once_in_blob_order(layout):
 def test_bytes_are_those_of_all_ranks(layout):
     sizes = {s.name: s.nbytes for s in layout.sections}
     for phase in phases(layout.spec, layout.sections, layout.tp):
-        once = sum(sizes[n] for n in phase.sections)
-        whole = phase.name in ("embed", "attention", "router") or phase.name == "head" and layout.tied
-        assert phase.nbytes == once * (1 if whole else layout.tp)
+        kinds = {n: n.removesuffix(".scale").split(".")[-1] for n in phase.sections}
+        assert phase.nbytes == sum(sizes[n] * (1 if kind in REPLICATED else layout.tp) for n, kind in kinds.items())
         assert phase.routed == (
             phase.name in ("gate_up", "down") and phase.layer is not None and layout.spec.layers[phase.layer].moe
         )
@@ -88,3 +104,262 @@ def test_a_step_costs_its_phases():
     assert len(routed) == 4
     for p in routed:
         assert phase_bytes(layout.spec, p, 1, 0) == pytest.approx(p.nbytes * 2 / 5)
+
+
+# -- the validator ---------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(layouts(), st.integers(1, 16), st.integers(1, 700))
+def test_every_schedule_holds(layout, tokens, context):
+    assert validate(scheduled(layout, context, tokens)) == []
+
+
+@pytest.mark.parametrize("case", families.CASES)
+def test_schedules_of_the_families_hold(case):
+    family, overrides = families.CASES[case]
+    spec, _ = model_spec(families.CLASSES[family][0](**{**families.PLAIN[family], **overrides}).to_dict())
+    for fmt in ("bf16", "nvfp4"):
+        found = scheduled(Layout(spec, kernels.precision(fmt)))
+        assert validate(found) == []
+        schedule.check(found)
+
+
+# Both kinds of layers, biases and norms; two dense ones end it.
+SPEC = kernels.tiny_spec(
+    qk_norm=True,
+    qkv_bias=True,
+    layers=[LayerSpec(moe=True), LayerSpec(moe=True), LayerSpec(moe=False)],
+    dense_intermediate_size=40,
+)
+LAYOUT = Layout(SPEC, kernels.precision("fp8"), 2)
+SCHEDULE = scheduled(LAYOUT)
+
+
+def edit(key: str, **changes: object) -> Schedule:
+    """The schedule with fields of one phase replaced; values may be functions of the old one."""
+
+    def new(p: Phase) -> Phase:
+        values = {k: v(getattr(p, k)) if isinstance(v, Callable) else v for k, v in changes.items()}
+        return dataclasses.replace(p, **values) if p.key == key else p
+
+    assert any(p.key == key for p in SCHEDULE.phases)
+    return dataclasses.replace(SCHEDULE, phases=tuple(map(new, SCHEDULE.phases)))
+
+
+def without(key: str) -> Schedule:
+    return dataclasses.replace(SCHEDULE, phases=tuple(p for p in SCHEDULE.phases if p.key != key))
+
+
+def swapped(a: str, b: str) -> Schedule:
+    by_key = {p.key: p for p in SCHEDULE.phases}
+    other = {a: by_key[b], b: by_key[a]}
+    return dataclasses.replace(SCHEDULE, phases=tuple(other.get(p.key, p) for p in SCHEDULE.phases))
+
+
+def resized(name: str, by: int) -> Schedule:
+    buffers = (dataclasses.replace(b, elements=b.elements + by) if b.name == name else b for b in SCHEDULE.buffers)
+    return dataclasses.replace(SCHEDULE, buffers=tuple(buffers))
+
+
+def lasting(name: str, lifetime: str) -> Schedule:
+    buffers = (dataclasses.replace(b, lifetime=lifetime) if b.name == name else b for b in SCHEDULE.buffers)
+    return dataclasses.replace(SCHEDULE, buffers=tuple(buffers))
+
+
+def shared(name: str) -> Schedule:
+    buffers = (dataclasses.replace(b, scope="shared") if b.name == name else b for b in SCHEDULE.buffers)
+    return dataclasses.replace(SCHEDULE, buffers=tuple(buffers))
+
+
+def drop(name: str) -> Callable[[tuple], tuple]:
+    return lambda uses: tuple(u for u in uses if getattr(u, "buffer", getattr(u, "phase", u)) != name)
+
+
+FAULTS = {
+    # Producers.
+    "layers.1.combine is no phase": (
+        without("layers.1.combine"),
+        "layers.1.output waits for layers.1.combine, which is no",
+    ),
+    "combine dropped": (
+        without("layers.1.combine"),
+        "layers.1.output reads attention, which no phase before it in this layer",
+    ),
+    "choice of experts dropped": (
+        edit("layers.0.gate_up", writes=drop("active"), reads=drop("active")),
+        "layers.0.down reads active, which no phase before it in this layer writes",
+    ),
+    "embedding dropped": (
+        edit("embed", writes=drop("x")),
+        "layers.0.qkv reads x, which no phase before it in this step",
+    ),
+    "half an inner": (
+        edit("layers.2.gate_up", writes=lambda uses: tuple(Use(u.buffer, 16) for u in uses)),
+        "layers.2.down reads 768 elements of inner, of which layers.2.gate_up writes 16",
+    ),
+    # Order and waits.
+    "swapped": (swapped("layers.0.gate_up", "layers.0.down"), "wait cycle: layers.0.down waits for layers.0.gate_up"),
+    "swapped sections": (
+        swapped("layers.0.gate_up", "layers.0.down"),
+        "layers.0.gate_up streams section layers.0.gate_up after layers.0.down.scale, which lies behind it",
+    ),
+    "waits for itself": (
+        edit("layers.0.qkv", waits=(schedule.Wait("layers.0.qkv"),)),
+        "wait cycle: layers.0.qkv waits for layers.0.qkv",
+    ),
+    "waits for nothing": (edit("head", waits=(schedule.Wait("tail"),)), "head waits for tail, which is no phase"),
+    "no begin": (edit("layers.0.qkv", waits=()), "layers.0.qkv reads x, but does not wait for embed, which writes it"),
+    "no barrier": (
+        edit("layers.1.down", waits=()),
+        "layers.1.down reads inner, but does not wait for layers.1.gate_up",
+    ),
+    "no barrier before a write": (
+        edit("layers.1.output", waits=()),
+        "layers.1.output reads attention, but does not wait for layers.1.combine",
+    ),
+    "no barrier between steps": (
+        edit("embed", waits=()),
+        "embed writes x while layers.2.down of the step before may still write it",
+    ),
+    "no barrier after the head": (
+        edit("sample", waits=()),
+        "sample reads logits, but does not wait for head, which writes it",
+    ),
+    "last arriver is no barrier": (
+        edit("embed", waits=(schedule.Wait("layers.2.down", "last arriver", True),)),
+        "embed writes x while layers.2.down of the step before may still write it",
+    ),
+    "last arriver of something far": (
+        edit("layers.1.down", waits=(schedule.Wait("layers.1.router", "last arriver"),)),
+        "layers.1.down starts where the last item of layers.1.router ends, but does not come next",
+    ),
+    "waits for logits": (edit("sample", optional=False), "sample waits for head, which not every step has"),
+    "race": (
+        edit("layers.0.qkv", writes=lambda uses: (*uses, Use("x", 640))),
+        "layers.0.qkv reads x while other items of it write there",
+    ),
+    "published, not private": (shared("normed"), "layers.0.qkv reads normed while other items of it write there"),
+    "short life": (lasting("x", "layer"), "layers.0.qkv reads x, which no phase before it in this layer writes"),
+    # Sections.
+    "read twice": (
+        edit("layers.1.router", sections=lambda names: (*names, "layers.1.router")),
+        "section layers.1.router is read more than once: by layers.1.router, layers.1.router",
+    ),
+    "never read": (edit("head", sections=()), "section final_norm is never read"),
+    "other layer": (
+        edit("layers.1.router", sections=("layers.0.mlp_norm", "layers.1.router")),
+        "layers.1.router reads section layers.0.mlp_norm of another layer",
+    ),
+    "unknown section": (edit("head", sections=("tail",)), "head reads section tail, which the blob does not have"),
+    "backwards": (
+        edit("layers.0.qkv", sections=lambda names: names[::-1]),
+        "layers.0.qkv streams section layers.0.qkv.scale after layers.0.qkv_bias, which lies behind it",
+    ),
+    "section twice in the blob": (
+        dataclasses.replace(SCHEDULE, sections=(*SCHEDULE.sections, SCHEDULE.sections[7])),
+        f"section {SCHEDULE.sections[7].name} is there twice",
+    ),
+    # Buffers and items.
+    "unknown buffer": (edit("head", reads=(Use("y", 1),)), "head uses y, which is no buffer"),
+    "never used": (
+        dataclasses.replace(SCHEDULE, buffers=(*SCHEDULE.buffers, schedule.Buffer("y", "nothing", 1, "step"))),
+        "buffer y is never used",
+    ),
+    "never used again": (
+        edit("sample", reads=drop("best_token")),
+        "buffer best_token is written by head and never read",
+    ),
+    "no items": (
+        edit("layers.0.router", items=schedule.Items(0, "16 experts")),
+        "layers.0.router has 0 items: expected at least one",
+    ),
+    "phase twice": (
+        dataclasses.replace(SCHEDULE, phases=(*SCHEDULE.phases, SCHEDULE.phases[1])),
+        "phase layers.0.qkv is there twice",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_validator_names_what_is_wrong(fault):
+    wrong, expected = FAULTS[fault]
+    problems = validate(wrong)
+    assert any(re.match(e, p) for p in problems for e in expected.split("|")), problems
+    with pytest.raises(InternalError, match="schedule for cpu is wrong"):
+        schedule.check(wrong)
+
+
+def test_the_schedule_of_the_faults_has_none():
+    assert validate(SCHEDULE) == []
+
+
+def reach(name: str) -> int:
+    uses = (u for p in SCHEDULE.phases for u in (*p.reads, *p.writes, *p.updates))
+    return max(u.elements for u in uses if u.buffer == name)
+
+
+def test_buffers_are_no_larger_than_what_is_used_of_them():
+    spare = {b.name: b.elements - reach(b.name) for b in SCHEDULE.buffers if b.elements > reach(b.name)}
+    # A layer of experts smaller than the dense MLP leaves the end of the last expert's part; a thread's share of x is
+    # one block more than it may need; queries have room for all heads of a group.
+    assert spare.keys() == {"inner", "down_sum", "query"}
+
+
+@pytest.mark.parametrize("name", [b.name for b in SCHEDULE.buffers])
+def test_a_buffer_that_is_too_small_is_named(name):
+    problems = validate(resized(name, reach(name) - SCHEDULE.buffer(name).elements - 1))
+    assert problems and all(f"elements of {name}, which has {reach(name) - 1}" in p for p in problems)
+
+
+def test_a_long_list_of_problems_is_cut():
+    empty = dataclasses.replace(SCHEDULE, phases=SCHEDULE.phases[:1])
+    problems = validate(empty)
+    with pytest.raises(InternalError) as caught:
+        schedule.check(empty)
+    assert f"and {len(problems) - 8} more" in str(caught.value) and len(str(caught.value).splitlines()) == 10
+
+
+@pytest.mark.parametrize("key", [p.key for p in SCHEDULE.phases if p.waits])
+def test_no_wait_can_be_left_out(key):
+    assert validate(edit(key, waits=()))
+
+
+# -- the kernel ------------------------------------------------------------------------------------------------------
+
+
+def header(spec=SPEC, tp=2) -> str:
+    return codegen.model_header(
+        Layout(spec, kernels.precision("fp8"), tp), Limits(context=300, tokens_per_step=16), "any"
+    )
+
+
+def test_the_kernel_runs_the_phases_in_this_order():
+    rows = re.findall(r"\{Phase::(\w+), (-?\d+), (\w+)\},", header())
+    run = [p for p in SCHEDULE.phases if p.name not in ("embed", "combine", "sample")]
+    assert rows == [(p.name, str(-1 if p.layer is None else p.layer), "true") for p in run]
+    names = re.search(r"phase_names\[\] = \{(.*)\};", header())
+    enum = re.search(r"enum class Phase \{ (.*) \};", header())
+    assert names and enum and names[1].replace('"', "") == enum[1]
+
+
+def test_buffers_of_other_sizes_than_the_schedules_do_not_compile(tmp_path):
+    compiler = platform.compiler()
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+
+    def compiled(text: str) -> subprocess.CompletedProcess[str]:
+        (tmp_path / "model.h").write_text(text)
+        (tmp_path / "all.cpp").write_text('#include "cpu/state.h"\n')
+        command = [*compiler.command, "-std=c++20", "-march=x86-64-v3", "-fsyntax-only"]
+        command += [f"-I{compile.sources()}", f"-I{tmp_path}", str(tmp_path / "all.cpp")]
+        return subprocess.run(command, capture_output=True, text=True)
+
+    right = compiled(header())
+    assert right.returncode == 0, right.stderr
+    # Each wrong in its own way, or the compiler tells only once of what is equal.
+    sizes = {name: 10**9 + i for i, name in enumerate(schedule.cpu.BUFFERS)}
+    wrong = compiled(re.sub(r" buffer_(\w+) = (\d+);", lambda m: f" buffer_{m[1]} = {sizes[m[1]]};", header()))
+    assert wrong.returncode
+    for name, size in sizes.items():
+        assert f"buffer_{name}" in wrong.stderr or f"{size}" in wrong.stderr, name

@@ -9,42 +9,55 @@ namespace mk {
 
 static_assert(m::tokens_per_step >= 1 && m::tokens_per_step <= MK_MAX_STEP_TOKENS);
 
-// Every thread's part of one step. False: a barrier gave up.
-inline bool forward(State& s, int tid) {
+// A thread's share of one phase.
+inline void run_phase(State& s, m::Phase phase, int layer, int tid) {
   Local& local = s.locals[static_cast<size_t>(tid)];
-  const auto done = [&](const char* phase, int layer) { return s.team.barrier(tid, phase, layer); };
+  switch (phase) {
+    case m::Phase::qkv: return qkv_phase(s, layer, tid);
+    case m::Phase::attention: return attention_phase(s, layer, tid);
+    case m::Phase::output: return output_phase(s, layer, tid);
+    case m::Phase::router:
+      mlp_norm(s, layer, tid);
+      if constexpr (m::num_experts > 0) router_phase(s, layer, tid);
+      return;
+    case m::Phase::gate_up:
+      if (m::layers[layer].moe) {
+        if constexpr (m::num_experts > 0) {
+          route(s, local);
+          gate_up_phase<m::fmt_experts, m::moe_intermediate_size, m::moe_inner_tiles>(s, layer, tid);
+        }
+      } else if constexpr (m::dense_intermediate_size > 0) {
+        mlp_norm(s, layer, tid);
+        route_dense(s, local);
+        gate_up_phase<m::fmt_dense, m::dense_intermediate_size, m::dense_inner_tiles>(s, layer, tid);
+      }
+      return;
+    case m::Phase::down:
+      if (m::layers[layer].moe) {
+        if constexpr (m::num_experts > 0) down_phase<m::fmt_experts, m::moe_intermediate_size>(s, layer, tid);
+      } else if constexpr (m::dense_intermediate_size > 0) {
+        down_phase<m::fmt_dense, m::dense_intermediate_size>(s, layer, tid);
+      }
+      return;
+    case m::Phase::head: return head_phase(s, tid);
+    case m::Phase::combine:  // by whoever finishes the attention of a KV head
+    case m::Phase::embed:    // by thread 0, between steps
+    case m::Phase::sample: return;
+  }
+}
+
+inline const char* name(m::Phase phase) { return m::phase_names[static_cast<size_t>(phase)]; }
+
+// Every thread's part of one step, in the order of the schedule. False: a barrier gave up.
+inline bool forward(State& s, int tid) {
   // Read before the last barrier: after it thread 0 may be setting up the next step already.
   const bool head = s.step.logits > 0;
-  for (int i = 0; i < m::num_layers; i++) {
-    qkv_phase(s, i, tid);
-    if (!done("qkv", i)) return false;
-    attention_phase(s, i, tid);
-    if (!done("attention", i)) return false;
-    output_phase(s, i, tid);
-    if (!done("output", i)) return false;
-    mlp_norm(s, i, tid);
-    if (m::layers[i].moe) {
-      if constexpr (m::num_experts > 0) {
-        router_phase(s, i, tid);
-        if (!done("router", i)) return false;
-        route(s, local);
-        gate_up_phase<m::fmt_experts, m::moe_intermediate_size, m::moe_inner_tiles>(s, i, tid);
-        if (!done("gate_up", i)) return false;
-        down_phase<m::fmt_experts, m::moe_intermediate_size>(s, i, tid);
-      }
-    } else {
-      if constexpr (m::dense_intermediate_size > 0) {
-        route_dense(s, local);
-        gate_up_phase<m::fmt_dense, m::dense_intermediate_size, m::dense_inner_tiles>(s, i, tid);
-        if (!done("gate_up", i)) return false;
-        down_phase<m::fmt_dense, m::dense_intermediate_size>(s, i, tid);
-      }
-    }
-    if (!done("down", i)) return false;
+  for (const m::Stage& stage : m::stages) {
+    if (stage.phase == m::Phase::head && !head) return true;
+    run_phase(s, stage.phase, stage.layer, tid);
+    if (stage.barrier && !s.team.barrier(tid, name(stage.phase), stage.layer)) return false;
   }
-  if (!head) return true;
-  head_phase(s, tid);
-  return done("head", -1);
+  return true;
 }
 
 }  // namespace mk
@@ -72,10 +85,11 @@ struct mk_model {
 
 namespace {
 
-thread_local std::string last_error;
+// No destructor: one that is due at a thread's end would keep the library mapped after it is closed.
+thread_local char last_error[512];
 
-int32_t fail(int32_t code, std::string text) {
-  last_error = std::move(text);
+int32_t fail(int32_t code, const std::string& text) {
+  last_error[text.copy(last_error, sizeof last_error - 1)] = 0;
   return code;
 }
 
@@ -114,7 +128,7 @@ extern "C" {
 
 __attribute__((visibility("default"))) const char* mk_describe(void) { return m::description; }
 
-__attribute__((visibility("default"))) const char* mk_last_error(void) { return last_error.c_str(); }
+__attribute__((visibility("default"))) const char* mk_last_error(void) { return last_error; }
 
 __attribute__((visibility("default"))) int32_t mk_create(const mk_options* o, mk_model** out) {
   if (o->num_ranks != m::ranks)
@@ -223,7 +237,7 @@ __attribute__((visibility("default"))) int32_t mk_generate(mk_model* model, cons
     const DefaultFloats floats;
     for (;;) {
       if (tid == 0) next();
-      if (!s.team.barrier(tid, "begin", -1, tid == 0) || !more) return;
+      if (!s.team.barrier(tid, name(m::Phase::embed), -1, tid == 0) || !more) return;
       if (!forward(s, tid)) return;
     }
   });

@@ -49,6 +49,14 @@ class Buffer {
   size_t bytes_ = 0;
 };
 
+// A buffer whose size is known here, and in the schedule that was proven before this was compiled.
+template <class T, int64_t Elements, int64_t Scheduled>
+class Fixed : public Buffer<T> {
+ public:
+  static_assert(Elements == Scheduled, "the size of a buffer differs from mkpack/schedule/cpu.py");
+  Fixed() : Buffer<T>(Elements) {}
+};
+
 constexpr int kHiddenBlocks = static_cast<int>(ceil_div(m::hidden_size, 16));
 constexpr int kQBlocks = static_cast<int>(ceil_div(m::q_heads * m::ranks * m::head_dim, 16));
 constexpr int kInner = std::max(m::moe_intermediate_size, m::dense_intermediate_size);
@@ -58,7 +66,7 @@ constexpr int kExperts = std::max(m::num_experts, 1);
 constexpr int kMaxTokens = m::tokens_per_step;
 constexpr int kMaxSlots = round_tokens(kMaxTokens);
 constexpr int kMaxActive = std::min(kExperts, kMaxTokens * std::max(m::top_k, 1));
-constexpr int kChunk = 256;  // positions of one attention work item
+constexpr int kChunk = m::attention_chunk;  // positions of one attention work item
 constexpr int kMaxChunks = static_cast<int>(ceil_div(m::context, kChunk));
 constexpr int kHeads = m::ranks * m::q_heads;
 constexpr int kKvHeads = m::ranks * m::kv_heads;
@@ -66,6 +74,20 @@ constexpr int kGroupHeads = m::q_heads / m::kv_heads;
 constexpr int kDimBlocks = static_cast<int>(ceil_div(m::head_dim, 16));
 constexpr int kDim = kDimBlocks * 16;  // head_dim padded to whole vectors
 constexpr int kVocabTiles = static_cast<int>(ceil_div(m::vocab_size, 16));
+constexpr int64_t kActivations = int64_t{kHiddenBlocks} * kMaxSlots * 16;
+
+// Sizes that depend on what mk_create() is asked for; the schedule has the largest.
+constexpr int64_t cache_elements(int context) {
+  return int64_t{m::num_layers} * kKvHeads * align_up(context, 16) * kDim;
+}
+constexpr int64_t partial_elements(int context) {
+  return int64_t{kMaxTokens} * kHeads * ceil_div(context, kChunk) * (kDim + 16);
+}
+constexpr int64_t down_elements(int threads) { return (ceil_div(kHiddenBlocks, threads) + 1) * kMaxSlots * 16; }
+static_assert(cache_elements(m::context) == m::buffer_keys && m::buffer_keys == m::buffer_values);
+static_assert(partial_elements(m::context) == m::buffer_partial);
+static_assert(down_elements(1) == m::buffer_down_sum);
+static_assert(m::context == m::buffer_history);
 
 // The tokens that chose one expert: token indices and their routing weights, in token order.
 struct Active {
@@ -77,14 +99,16 @@ struct Active {
 
 // A thread's own scratch.
 struct Local {
-  Buffer<float> normed{kHiddenBlocks * kMaxSlots * 16};
-  Buffer<float> gathered{kHiddenBlocks * kMaxSlots * 16};
+  Fixed<float, kActivations, m::buffer_normed> normed;
+  Fixed<float, kActivations, m::buffer_gathered> gathered;
   Buffer<float> down;  // [tiles of this thread][slots][16]
-  Buffer<float> q{kMaxTokens * kGroupHeads * kDim};
-  Buffer<float> scores{kChunk};
-  std::vector<Active> active;
+  Fixed<float, kMaxTokens * kGroupHeads * kDim, m::buffer_query> q;
+  Fixed<float, kChunk, m::buffer_scores> scores;
+  std::vector<Active> active;  // at most kMaxActive
+  static_assert(kMaxActive * sizeof(Active) == m::buffer_active * sizeof(int32_t));
   alignas(64) float best_value[kMaxTokens];
   int best_token[kMaxTokens];
+  static_assert(kMaxTokens == m::buffer_best_value && kMaxTokens == m::buffer_best_token);
 };
 
 // One step: `count` tokens at positions start, start + 1, ...
@@ -94,22 +118,21 @@ struct Step {
   int start = 0;
   int logits = 0;  // of the last this many tokens
   int32_t tokens[kMaxTokens];
+  static_assert(kMaxTokens == m::buffer_tokens);
 };
 
 struct State {
   State(const void* const* blobs, int threads, int context_limit, double wait_limit_s)
       : context(context_limit), team(threads, wait_limit_s) {
     for (int r = 0; r < m::ranks; r++) weights[r] = static_cast<const uint8_t*>(blobs[r]);
-    const int64_t positions = align_up(context, 16);
     // Keys lie 16 positions to a vector, so that scores need no sum across lanes; values lie 16 channels to a vector.
-    keys = Buffer<float>(int64_t{m::num_layers} * kKvHeads * positions * kDim);
-    values = Buffer<float>(int64_t{m::num_layers} * kKvHeads * positions * kDim);
+    keys = Buffer<float>(cache_elements(context));
+    values = Buffer<float>(cache_elements(context));
     history = Buffer<int32_t>(context);
     chunks = static_cast<int>(ceil_div(context, kChunk));
-    partial = Buffer<float>(int64_t{kMaxTokens} * kHeads * chunks * (kDim + 16));
+    partial = Buffer<float>(partial_elements(context));
     locals = std::vector<Local>(static_cast<size_t>(threads));
-    const int64_t most = ceil_div(kHiddenBlocks, threads) + 1;
-    for (auto& l : locals) l.down = Buffer<float>(most * kMaxSlots * 16);
+    for (auto& l : locals) l.down = Buffer<float>(down_elements(threads));
   }
 
   // A layer's cache of one KV head.
@@ -133,14 +156,14 @@ struct State {
 
   Buffer<float> keys, values, partial;
   Buffer<int32_t> history;
-  Buffer<float> x{kHiddenBlocks * kMaxSlots * 16};
-  Buffer<float> qkv{int64_t{m::ranks} * kQkvTiles * kMaxSlots * 16};
-  Buffer<float> attention{kQBlocks * kMaxSlots * 16};
-  Buffer<float> router{ceil_div(kExperts, 16) * kMaxSlots * 16};
-  Buffer<float> inner{int64_t{kMaxActive} * kInnerBlocks * kMaxSlots * 16};
-  Buffer<float> logits{int64_t{kMaxTokens} * kVocabTiles * 16};
-  Buffer<float> cosine{kMaxTokens * (m::rotary_dim / 2)};
-  Buffer<float> sine{kMaxTokens * (m::rotary_dim / 2)};
+  Fixed<float, kActivations, m::buffer_x> x;
+  Fixed<float, int64_t{m::ranks} * kQkvTiles * kMaxSlots * 16, m::buffer_qkv> qkv;
+  Fixed<float, kQBlocks * kMaxSlots * 16, m::buffer_attention> attention;
+  Fixed<float, ceil_div(m::num_experts, 16) * kMaxSlots * 16, m::buffer_router> router;
+  Fixed<float, int64_t{kMaxActive} * kInnerBlocks * kMaxSlots * 16, m::buffer_inner> inner;
+  Fixed<float, int64_t{kMaxTokens} * kVocabTiles * 16, m::buffer_logits> logits;
+  Fixed<float, kMaxTokens * (m::rotary_dim / 2), m::buffer_cosine> cosine;
+  Fixed<float, kMaxTokens * (m::rotary_dim / 2), m::buffer_sine> sine;
   struct alignas(64) Counter {
     std::atomic<int> done{0};
   };

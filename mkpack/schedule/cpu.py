@@ -1,0 +1,271 @@
+"""The schedule of the CPU target: what csrc/cpu/ does in a step, and in which order.
+
+model.h is generated from it: the kernel runs the phases and meets at the barriers listed here, and asserts that its
+buffers have the sizes given here. Workers are threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from mkpack.layout import TILE_ROWS, align, ceil_div, split_heads
+from mkpack.schedule.ir import Buffer, Items, Phase, Schedule, Use, Wait
+
+if TYPE_CHECKING:
+    from mkpack.manifest import Section
+    from mkpack.spec import ModelSpec
+
+CHUNK = 256  # positions of one attention item
+PHASES = ("embed", "qkv", "attention", "combine", "output", "router", "gate_up", "down", "head", "sample")
+BUFFERS = (
+    *("tokens", "history", "x", "cosine", "sine", "qkv", "keys", "values", "partial", "attention", "router", "inner"),
+    *("logits", "best_value", "best_token", "normed", "gathered", "active", "down_sum", "query", "scores"),
+)
+# Sections that every rank holds whole, so that one rank's are read for all of them.
+_REPLICATED = ("embed", "attn_norm", "q_norm", "k_norm", "o_bias", "mlp_norm", "router", "final_norm")
+
+
+def phases(
+    spec: ModelSpec, sections: Iterable[Section], tp: int = 1, context: int = 1, tokens_per_step: int = 1
+) -> list[Phase]:
+    """The phases of a step over `sections`, the table of one rank's blob, in order. Bytes are those of all ranks and do
+    not depend on the limits; buffer uses and item counts do."""
+    return _Step(spec, sections, tp, context, tokens_per_step).phases()
+
+
+def cpu_schedule(
+    spec: ModelSpec, sections: Iterable[Section], tp: int, context: int, tokens_per_step: int, target: str = "cpu"
+) -> Schedule:
+    """A model's step on the CPU at its limits. Raises UserError when the heads cannot be dealt over `tp` ranks."""
+    step = _Step(spec, sections, tp, context, tokens_per_step)
+    found = step.phases()
+    used = {u.buffer for p in found for u in (*p.reads, *p.writes, *p.updates)}
+    buffers = tuple(b for b in step.buffers() if b.name in used)
+    return Schedule(target, spec, tuple(step.sections.values()), tp, context, tokens_per_step, buffers, tuple(found))
+
+
+class _Step:
+    """Numbers that phases and buffers share. Buffers are sized by the spec, uses by the sections that fill them."""
+
+    def __init__(self, spec: ModelSpec, sections: Iterable[Section], tp: int, context: int, tokens: int):
+        self.spec, self.tp, self.context, self.tokens = spec, tp, context, tokens
+        self.sections = {s.name: s for s in sections}
+        heads = split_heads(spec, tp)
+        self.heads, self.kv_heads = tp * heads.q_heads, tp * heads.kv_heads
+        self.group = heads.q_heads // heads.kv_heads
+        self.slots = 1 << (tokens - 1).bit_length()  # activations of a step lie in 1, 2, 4, 8 or 16 token slots
+        self.dim = align(spec.head_dim, TILE_ROWS)
+        self.hidden = align(spec.hidden_size, TILE_ROWS) * self.slots
+        self.active = min(spec.moe.num_experts, tokens * spec.moe.top_k) if spec.moe else 1
+        self.inner = align(
+            max(spec.moe.intermediate_size if spec.moe else 0, spec.dense_intermediate_size or 0), TILE_ROWS
+        )
+        self.cache = len(spec.layers) * self.kv_heads * align(context, 16) * self.dim
+        self.partial = tokens * self.heads * ceil_div(context, CHUNK) * (self.dim + 16)
+        self.angles = tokens * len(spec.rope.inv_freq)
+        q_rows, kv_rows = (align(n * spec.head_dim, TILE_ROWS) for n in (heads.q_heads, heads.kv_heads))
+        self.qkv_rows = tp * (q_rows + 2 * kv_rows)
+
+    def buffers(self) -> list[Buffer]:
+        spec, tokens, slots = self.spec, self.tokens, self.slots
+        experts = align(spec.moe.num_experts, TILE_ROWS) if spec.moe else 0
+        vocab = align(spec.vocab_size, TILE_ROWS)
+        return [
+            Buffer("tokens", "token ids of the step", tokens, "model", "int32"),
+            Buffer("history", "every token so far", self.context, "model", "int32"),
+            Buffer("x", "hidden state", self.hidden, "step"),
+            Buffer("cosine", "rotary table of the step's positions", self.angles, "step"),
+            Buffer("sine", "rotary table of the step's positions", self.angles, "step"),
+            Buffer("qkv", "queries, keys and values as projected", self.qkv_rows * slots, "layer"),
+            Buffer("keys", "key cache", self.cache, "model"),
+            Buffer("values", "value cache", self.cache, "model"),
+            Buffer("partial", "per 256 positions: weighted values, maximum, sum", self.partial, "layer"),
+            Buffer("attention", "attention of every head", align(spec.q_size, TILE_ROWS) * slots, "layer"),
+            Buffer("router", "router logits", experts * slots, "layer"),
+            Buffer("inner", "silu(gate) * up", self.active * self.inner * slots, "layer"),
+            Buffer("logits", "logits", tokens * vocab, "step"),
+            Buffer("best_value", "highest logit", tokens, "step", scope="published"),
+            Buffer("best_token", "its token", tokens, "step", "int32", "published"),
+            Buffer("normed", "norm(x)", self.hidden, "layer", scope="private"),
+            Buffer("gathered", "the tokens of one expert, or of the head", self.hidden, "phase", scope="private"),
+            # Token ids and routing weights; both are 4 bytes.
+            Buffer(
+                "active", "chosen experts and their tokens", self.active * (2 + 2 * tokens), "layer", "int32", "private"
+            ),
+            # A thread's share of the hidden state: the most is with one thread.
+            Buffer("down_sum", "sum over experts", self.hidden + TILE_ROWS * slots, "phase", scope="private"),
+            Buffer("query", "one head's queries", tokens * self.group * self.dim, "phase", scope="private"),
+            Buffer("scores", "scores of one item", CHUNK, "phase", scope="private"),
+        ]
+
+    def phases(self) -> list[Phase]:
+        tokens, vocab = self.tokens, ceil_div(self.spec.vocab_size, TILE_ROWS)
+        last = f"layers.{len(self.spec.layers) - 1}.down"
+        result = [
+            Phase(
+                "embed",
+                None,
+                Items(1, "a row of the embedding", "token", "first"),
+                gathers=self._found(None, "embed", "embed.scale"),
+                reads=(Use("tokens", tokens),),
+                writes=(self._x, *self._rotary, Use("history", self.context)),
+                waits=(Wait(last, earlier_step=True),),
+            )
+        ]
+        for i in range(len(self.spec.layers)):
+            result += self._attention(i, result[-1].key)
+            result += self._mlp(i)
+        head = "lm_head" if "lm_head" in self.sections else "embed"
+        normed, gathered = Use("normed", self.hidden), Use("gathered", self.hidden)
+        logits = Use("logits", tokens * vocab * TILE_ROWS)
+        best = (Use("best_value", tokens), Use("best_token", tokens))
+        result += [
+            self._phase(
+                "head",
+                None,
+                Items(vocab, "16 rows of the vocabulary"),
+                "final_norm",
+                head,
+                head + ".scale",
+                reads=(self._x, gathered, normed),
+                writes=(gathered, normed, logits, *best),
+                waits=(Wait(last),),
+                optional=True,
+            ),
+            Phase(
+                "sample",
+                None,
+                Items(1, "the next token", workers="first"),
+                reads=(*best, Use("history", self.context)),
+                writes=(Use("tokens", 1),),
+                updates=(logits,),
+                waits=(Wait("head"),),
+                optional=True,
+            ),
+        ]
+        return result
+
+    @property
+    def _x(self) -> Use:
+        return Use("x", self.hidden)
+
+    @property
+    def _rotary(self) -> tuple[Use, Use]:
+        return Use("cosine", self.angles), Use("sine", self.angles)
+
+    def _rows(self, name: str) -> int:
+        return self.sections[name].rows if name in self.sections else 0
+
+    def _cols(self, name: str) -> int:
+        return self.sections[name].cols if name in self.sections else 0
+
+    def _found(self, layer: int | None, *kinds: str) -> tuple[str, ...]:
+        prefix = "" if layer is None else f"layers.{layer}."
+        return tuple(prefix + k for k in kinds if prefix + k in self.sections)
+
+    def _phase(self, name: str, layer: int | None, items: Items, *kinds: str, **fields: Any) -> Phase:
+        """A phase that streams the sections of `kinds` that this model has."""
+        found = self._found(layer, *kinds)
+        # A tied head is the embedding, which every rank holds whole and reads its share of: together, once.
+        copies = (1 if n.removesuffix(".scale").split(".")[-1] in _REPLICATED else self.tp for n in found)
+        nbytes = sum(self.sections[n].nbytes * c for n, c in zip(found, copies, strict=True))
+        return Phase(name, layer, items, found, nbytes, **fields)
+
+    def _attention(self, i: int, before: str) -> list[Phase]:
+        spec, p = self.spec, f"layers.{i}."
+        qkv = Use("qkv", self.tp * self._rows(p + "qkv") * self.slots)
+        partial = Use("partial", self.partial)
+        attention = Use("attention", align(self.heads * spec.head_dim, TILE_ROWS) * self.slots)
+        columns = Use("attention", align(self._cols(p + "o"), TILE_ROWS) * self.slots)
+        query = (Use("query", self.dim), Use("scores", CHUNK))
+        normed = Use("normed", self.hidden)
+        return [
+            self._phase(
+                "qkv",
+                i,
+                Items(self.tp * self._rows(p + "qkv") // TILE_ROWS, "16 rows of q, k or v"),
+                *("attn_norm", "qkv", "qkv.scale", "qkv_bias"),
+                reads=(self._x, normed),
+                writes=(normed, qkv),
+                waits=(Wait(before),),
+            ),
+            self._phase(
+                "attention",
+                i,
+                Items(self.kv_heads, "a KV head's 256 positions", "256 positions"),
+                *("q_norm", "k_norm"),
+                reads=(qkv, *self._rotary, *query),
+                writes=(*query, partial),
+                updates=(Use("keys", self.cache), Use("values", self.cache)),
+                waits=(Wait(p + "qkv"),),
+            ),
+            self._phase(
+                "combine",
+                i,
+                Items(self.kv_heads, "the query heads of a KV head"),
+                reads=(partial,),
+                writes=(attention,),
+                waits=(Wait(p + "attention", "last arriver"),),
+            ),
+            self._phase(
+                "output",
+                i,
+                Items(ceil_div(spec.hidden_size, TILE_ROWS), "16 channels of x"),
+                *("o", "o.scale", "o_bias"),
+                reads=(columns,),
+                updates=(self._x,),
+                waits=(Wait(p + "combine"),),
+            ),
+        ]
+
+    def _mlp(self, i: int) -> list[Phase]:
+        spec, p, moe = self.spec, f"layers.{i}.", self.spec.layers[i].moe
+        normed, gathered = Use("normed", self.hidden), Use("gathered", self.hidden)
+        active = Use("active", (self.active if moe else 1) * (2 + 2 * self.tokens))
+        router = Use("router", self._rows(p + "router") * self.slots)
+        # Each expert's part begins where the largest of all layers would.
+        used = (self.active - 1 if moe else 0) * self.inner + align(self._cols(p + "down"), TILE_ROWS)
+        inner = Use("inner", used * self.slots)
+        channels = ceil_div(spec.hidden_size, TILE_ROWS)
+        down_sum = Use("down_sum", channels * TILE_ROWS * self.slots)
+        result = []
+        if moe:
+            result.append(
+                self._phase(
+                    "router",
+                    i,
+                    Items(ceil_div(spec.moe.num_experts if spec.moe else 0, TILE_ROWS), "16 experts"),
+                    *("mlp_norm", "router"),
+                    reads=(self._x, normed),
+                    writes=(normed, router),
+                    waits=(Wait(p + "output"),),
+                )
+            )
+        pairs = ceil_div(self._cols(p + "down"), TILE_ROWS)
+        result += [
+            self._phase(
+                "gate_up",
+                i,
+                Items(pairs, "16 rows of gate and of up", "active expert" if moe else ""),
+                *(() if moe else ("mlp_norm",)),
+                *("gate_up", "gate_up.scale"),
+                routed=moe,
+                # A dense layer has no router phase: each thread norms x itself, and every token takes the one "expert".
+                reads=(router, normed, gathered, active) if moe else (self._x, normed, active),
+                writes=(gathered, active, inner) if moe else (normed, active, inner),
+                waits=(Wait(p + ("router" if moe else "output")),),
+            ),
+            self._phase(
+                "down",
+                i,
+                Items(channels, "16 channels of x, all experts" if moe else "16 channels of x"),
+                *("down", "down.scale"),
+                routed=moe,
+                reads=(inner, active, down_sum),
+                writes=(down_sum,),
+                updates=(self._x,),
+                waits=(Wait(p + "gate_up"),),
+            ),
+        ]
+        return result

@@ -1,0 +1,196 @@
+"""Proof that a schedule can be run as it stands, for steps with and without logits, in any succession.
+
+Workers go through the phases in order. So whatever any phase so far waited for by a barrier is over, and so is all that
+came before that; nothing else is assumed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from mkpack.errors import InternalError
+from mkpack.schedule.ir import Buffer, Phase, Schedule, Use
+
+
+def check(schedule: Schedule) -> None:
+    """InternalError that names what is wrong with the schedule, if anything is."""
+    if problems := validate(schedule):
+        more = [f"and {len(problems) - 8} more"] if len(problems) > 8 else []
+        shown = "\n  - ".join(problems[:8] + more)
+        raise InternalError(f"the schedule for {schedule.target} is wrong, nothing was compiled:\n  - {shown}")
+
+
+def validate(schedule: Schedule) -> list[str]:
+    """Everything that is wrong, each in a line that names phase, buffer or section; empty when the schedule holds."""
+    problems = [*_names(schedule)]
+    if not problems:
+        problems = [*_sections(schedule), *_uses(schedule), *_waits(schedule)]
+        for logits in itertools.product((True, False), repeat=2):
+            problems += _Run(schedule, logits).problems()
+    return list(dict.fromkeys(problems))
+
+
+def _names(schedule: Schedule) -> Iterator[str]:
+    """What must be unique or known before anything else can be said."""
+    keys, buffers = [p.key for p in schedule.phases], [b.name for b in schedule.buffers]
+    sections = [s.name for s in schedule.sections]
+    for kind, names in (("phase", keys), ("buffer", buffers), ("section", sections)):
+        for name in (n for n, times in Counter(names).items() if times > 1):
+            yield f"{kind} {name} is there twice"
+    for p in schedule.phases:
+        for name in dict.fromkeys(u.buffer for u in (*p.reads, *p.writes, *p.updates)):
+            if name not in buffers:
+                yield f"{p.key} uses {name}, which is no buffer"
+        for name in (*p.sections, *p.gathers):
+            if name not in sections:
+                yield f"{p.key} reads section {name}, which the blob does not have"
+
+
+def _sections(schedule: Schedule) -> Iterator[str]:
+    """Every section streamed once, by a phase of its own layer, in the order in which the bytes lie."""
+    readers: dict[str, list[Phase]] = {s.name: [] for s in schedule.sections}
+    offset = {s.name: s.offset for s in schedule.sections}
+    before: dict[int | None, str] = {}
+    for p in schedule.phases:
+        for name in p.sections:
+            readers[name].append(p)
+            last = before.setdefault(p.layer, name)
+            # Outside the layers a tied head goes back to the embedding, which is the first section.
+            if p.layer is not None and offset[name] < offset[last]:
+                yield f"{p.key} streams section {name} after {last}, which lies behind it"
+            before[p.layer] = name
+    gathered = {name for p in schedule.phases for name in p.gathers}
+    for name, found in readers.items():
+        if not found and name not in gathered:
+            yield f"section {name} is never read"
+        if len(found) > 1:
+            yield f"section {name} is read more than once: by {', '.join(p.key for p in found)}"
+        own = int(name.split(".")[1]) if name.startswith("layers.") else None
+        for p in found:
+            if p.layer != own:
+                yield f"{p.key} reads section {name} of another layer"
+
+
+def _uses(schedule: Schedule) -> Iterator[str]:
+    """Items to do, uses inside their buffers, and no buffer or value that nobody needs."""
+    buffers = {b.name: b for b in schedule.buffers}
+    read = {u.buffer for p in schedule.phases for u in (*p.reads, *p.updates)}
+    used = read | {u.buffer for p in schedule.phases for u in p.writes}
+    for name in buffers:
+        if name not in used:
+            yield f"buffer {name} is never used"
+        elif name not in read:
+            writers = ", ".join(p.key for p in schedule.phases if any(u.buffer == name for u in p.writes))
+            yield f"buffer {name} is written by {writers} and never read"
+    for p in schedule.phases:
+        if p.items.count < 1:
+            yield f"{p.key} has {p.items.count} items: expected at least one"
+        for u in dict.fromkeys((*p.reads, *p.writes, *p.updates)):
+            if not 0 < u.elements <= buffers[u.buffer].elements:
+                yield f"{p.key} uses {u.elements} elements of {u.buffer}, which has {buffers[u.buffer].elements}"
+        shared = {u.buffer for u in p.writes if buffers[u.buffer].scope == "shared"}
+        for u in p.reads:
+            if u.buffer in shared:
+                yield f"{p.key} reads {u.buffer} while other items of it write there"
+
+
+def _waits(schedule: Schedule) -> Iterator[str]:
+    """Waits that can end: for a phase that is there, and that no worker comes to only after the wait."""
+    place = {p.key: i for i, p in enumerate(schedule.phases)}
+    for i, p in enumerate(schedule.phases):
+        for w in p.waits:
+            if w.phase not in place:
+                yield f"{p.key} waits for {w.phase}, which is no phase"
+                continue
+            awaited = schedule.phases[place[w.phase]]
+            if place[w.phase] >= i and not w.earlier_step:
+                yield f"wait cycle: {p.key} waits for {w.phase}, which workers reach only after it"
+            if w.by == "last arriver" and place[w.phase] != i - 1:
+                yield f"{p.key} starts where the last item of {w.phase} ends, but does not come next"
+            if awaited.optional and not p.optional and not w.earlier_step:
+                yield f"{p.key} waits for {w.phase}, which not every step has"
+
+
+@dataclass
+class _State:
+    """What a buffer has seen: the phases that wrote it last (one, or all that update it), those that read since."""
+
+    writer: int | None = None
+    elements: int = 0
+    readers: list[int] = field(default_factory=list)
+
+
+class _Run:
+    """Two steps in succession, phase by phase. logits: whether each has the optional phases."""
+
+    def __init__(self, schedule: Schedule, logits: tuple[bool, ...]):
+        self.buffers = {b.name: b for b in schedule.buffers}
+        self.phases = [(s, p) for s, all_ in enumerate(logits) for p in schedule.phases if all_ or not p.optional]
+        self.state = {name: _State() for name in self.buffers}
+        self.over = -1  # every phase up to here is complete, on all workers
+        self.flows: set[int] = set()  # phases whose data an item of this one has complete, by last arriver
+
+    def problems(self) -> Iterator[str]:
+        latest: dict[str, int] = {}
+        for i, (_, p) in enumerate(self.phases):
+            self.flows = set()
+            for w in p.waits:
+                if w.phase in latest and w.by == "barrier":
+                    self.over = max(self.over, latest[w.phase])
+                elif w.phase in latest and w.by == "last arriver":
+                    self.flows.add(latest[w.phase])
+            written = {u.buffer for u in p.writes}
+            # A private buffer in both is filled first, and then read by the same worker.
+            for u in (*p.reads, *p.updates):
+                if u.buffer not in written or self.buffers[u.buffer].scope != "private":
+                    yield from self._read(i, p, u)
+            for u in (*p.writes, *p.updates):
+                yield from self._write(i, p, u)
+            for u in p.reads:
+                self.state[u.buffer].readers.append(i)
+            latest[p.key] = i
+
+    def _read(self, i: int, p: Phase, use: Use) -> Iterator[str]:
+        buffer, state = self.buffers[use.buffer], self.state[use.buffer]
+        if state.writer is None or not self._alive(buffer, state.writer, i):
+            if buffer.lifetime != "model":
+                yield f"{p.key} reads {use.buffer}, which no phase before it in this {buffer.lifetime} writes"
+            return
+        writer = self.phases[state.writer][1].key
+        if buffer.scope != "private" and not (self._done(state.writer, i) or state.writer in self.flows):
+            yield f"{p.key} reads {use.buffer}, but does not wait for {writer}, which writes it"
+        if buffer.lifetime != "model" and use.elements > state.elements:
+            yield f"{p.key} reads {use.elements} elements of {use.buffer}, of which {writer} writes {state.elements}"
+
+    def _write(self, i: int, p: Phase, use: Use) -> Iterator[str]:
+        state = self.state[use.buffer]
+        if self.buffers[use.buffer].scope != "private":
+            for other in state.readers:
+                if not self._done(other, i):
+                    yield f"{p.key} writes {use.buffer} while {self._name(other, i)} may still read it"
+            if state.writer is not None and not self._done(state.writer, i):
+                yield f"{p.key} writes {use.buffer} while {self._name(state.writer, i)} may still write it"
+        self.state[use.buffer] = _State(i, use.elements)
+
+    def _alive(self, buffer: Buffer, writer: int, reader: int) -> bool:
+        (step, p), (step_now, now) = self.phases[writer], self.phases[reader]
+        match buffer.lifetime:
+            case "model":
+                return True
+            case "step":
+                return step == step_now
+            case "layer":
+                return (step, p.layer) == (step_now, now.layer)
+            case "phase":
+                return writer == reader
+
+    def _done(self, earlier: int, now: int) -> bool:
+        first = all(self.phases[i][1].items.workers == "first" for i in (earlier, now))
+        return earlier <= self.over or first
+
+    def _name(self, earlier: int, now: int) -> str:
+        (step, p), (step_now, _) = self.phases[earlier], self.phases[now]
+        return p.key + (" of the step before" if step != step_now else "")
