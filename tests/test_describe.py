@@ -48,6 +48,14 @@ def test_describe_names_what_is_inside(artifact: Path) -> None:
     assert "sections" not in text
 
 
+def test_random_weights_are_said_to_be(artifact: Path) -> None:
+    with open_artifact(artifact) as opened:
+        source = {"kind": "dummy", "repo": None, "commit": None, "files": {"config.json": "0" * 64}, "seed": 7}
+        found = artifacts.manifest(opened.manifest.entries, source=source)
+    assert "source:     random weights of seed 7, in the shape of a config.json" in describe(found).splitlines()
+    assert json.loads(to_json(found))["source"]["seed"] == 7
+
+
 def test_tensors_adds_the_section_table(artifact: Path) -> None:
     with open_artifact(artifact) as opened:
         assert "norm   0x2000  192   f32   48x1   norm" in describe(opened.manifest, tensors=True)

@@ -88,6 +88,8 @@ def test_newer_versions_come_before_unknown_fields(monkeypatch: pytest.MonkeyPat
         (lambda m: m["limits"].update(tokens_per_step=17), "limits.tokens_per_step: Input should be less"),
         (lambda m: m["source"].update(kind="hub"), "source: a hub source has repo and commit"),
         (lambda m: m["source"].update(repo="/home/x"), "source: a hub source has repo and commit"),
+        (lambda m: m["source"].update(kind="dummy"), "source: a dummy source has a seed, no other has one"),
+        (lambda m: m["source"].update(seed=0), "source: a dummy source has a seed, no other has one"),
         (lambda m: m["precision"].update(router="fp8"), "precision.router"),
         (lambda m: m["kernels"]["x86-64-v3"].update(description="{"), "kernels.x86-64-v3: description is not JSON"),
         (lambda m: m["kernels"]["x86-64-v3"].update(path="kernels/y.so"), "kernels/y.so is named but not in entries"),
