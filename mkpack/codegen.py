@@ -78,7 +78,7 @@ def _schedule(schedule: Schedule) -> list[str]:
     ]
 
 
-def _float(x: float) -> str:
+def cpp_float(x: float) -> str:
     """A C++ literal with every bit of the float."""
     return f"static_cast<float>({float(x).hex()})"
 
@@ -160,10 +160,10 @@ def model_header(layout: Layout, limits: Limits, target: str) -> str:
             *(f"inline constexpr bool {k} = {str(v).lower()};" for k, v in flags.items()),
             *(f"inline constexpr Fmt fmt_{k} = Fmt::{v};" for k, v in formats.items()),
             *(f"inline constexpr uint64_t {k} = {v};" for k, v in offsets.items()),
-            f"inline constexpr float rms_norm_eps = {_float(spec.rms_norm_eps)};",
-            f"inline constexpr float attention_scale = {_float(spec.head_dim**-0.5)};",
-            f"inline constexpr float rope_attention_factor = {_float(spec.rope.attention_factor)};",
-            f"inline constexpr float inv_freq[] = {{{', '.join(map(_float, spec.rope.inv_freq))}}};",
+            f"inline constexpr float rms_norm_eps = {cpp_float(spec.rms_norm_eps)};",
+            f"inline constexpr float attention_scale = {cpp_float(spec.head_dim**-0.5)};",
+            f"inline constexpr float rope_attention_factor = {cpp_float(spec.rope.attention_factor)};",
+            f"inline constexpr float inv_freq[] = {{{', '.join(map(cpp_float, spec.rope.inv_freq))}}};",
             "",
             "struct Layer {",
             f"  uint64_t {', '.join(_LAYER_FIELDS)};",
