@@ -48,18 +48,21 @@ def _word_tables() -> tuple[np.ndarray, np.ndarray]:
     place inside their word."""
     four = np.arange(1 << 16, dtype=np.uint32)
     columns = [four >> 4 * column & 15 for column in range(4)]
-    low, high = (sum(code_bits(row, c, codes) for c, codes in enumerate(columns)) for row in (0, 8))
-    return low.astype(np.uint32), high.astype(np.uint32)
+    words = np.zeros((2, 1 << 16), np.uint32)
+    for column, codes in enumerate(columns):
+        words[0] |= code_bits(0, column, codes)
+        words[1] |= code_bits(8, column, codes)
+    return words[0], words[1]
 
 
 @cache
 def _code_table() -> np.ndarray:
-    """uint32 [65536]: a half-word of even columns -> the codes of row g in the low 16 bits, of row g + 8 above, each where
-    a QTensor has its even columns. A half-word of odd columns gives the same, four bits too low."""
+    """uint32 [65536]: a half-word of even columns -> the codes of row g in the low 16 bits, of row g + 8 above, where a
+    QTensor has its even columns. A half-word of odd columns gives the same, four bits too low."""
     table = np.zeros(1 << 16, np.uint32)
     for row, tables in ((0, _word_tables()[0]), (8, _word_tables()[1])):
         even = np.arange(1 << 16, dtype=np.uint32) & 0x0F0F
-        mask = code_bits(row, 0, np.uint32(15)) | code_bits(row, 2, np.uint32(15))
+        mask = code_bits(row, 0, np.full(1, 15, np.uint32)) | code_bits(row, 2, np.full(1, 15, np.uint32))
         back = np.zeros(1 << 16, np.uint32)
         back[tables[even]] = even
         table |= back[np.arange(1 << 16, dtype=np.uint32) & mask] << 2 * row
@@ -176,10 +179,8 @@ class CudaBlobWriter:
             self._write(section, at + row * data.shape[1] * 2, pack_pages(data[row : row + _SLAB]))
 
     def _write(self, section: str, at: int, data: np.ndarray) -> None:
-        view, offset = (
-            memoryview(np.ascontiguousarray(data).reshape(-1).view(np.uint8)),
-            self.layout.offset(section) + at,
-        )
+        view = np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
+        offset = self.layout.offset(section) + at
         while view:
             n = os.pwrite(self._file, view, offset)
             view, offset = view[n:], offset + n
