@@ -207,6 +207,24 @@ def unpack(
 
 
 @app.command()
+def graph(
+    path: Annotated[Path, typer.Argument(metavar="ARTIFACT|RECIPE", help="An artifact, or a recipe (.yaml).")],
+    layer: Annotated[
+        int | None, typer.Option(min=0, help="Only this layer. [default: all; the picture shows 0]")
+    ] = None,
+    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw a layer into an SVG file.")] = None,
+    json: AsJson = False,
+) -> None:
+    """Show what a step does: phases, buffers, waits, and the bytes of each."""
+    from mkpack import graph as graphs
+
+    found = graphs.read(path)
+    if svg is not None:
+        found.save_svg(svg, layer or 0)
+    typer.echo(found.to_json(layer) if json else found.render(layer))
+
+
+@app.command()
 def bench(
     artifact: Artifact,
     threads: Threads = None,

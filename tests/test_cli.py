@@ -21,7 +21,7 @@ from mkpack import cli
 from mkpack.errors import InternalError, UserError
 
 ROOT = Path(__file__).parent.parent
-COMMANDS = ["build", "run", "inspect", "verify", "unpack", "bench", "eval", "doctor"]
+COMMANDS = ["build", "run", "inspect", "verify", "unpack", "graph", "bench", "eval", "doctor"]
 
 
 class FakeGeneration:

@@ -106,7 +106,7 @@ class _Step:
             Phase(
                 "embed",
                 None,
-                Items(1, "a row of the embedding", "token", "first"),
+                Items(1, "row of the embedding", "token", "first"),
                 gathers=self._found(None, "embed", "embed.scale"),
                 reads=(Use("tokens", tokens),),
                 writes=(self._x, *self._rotary, Use("history", self.context)),
@@ -136,7 +136,7 @@ class _Step:
             Phase(
                 "sample",
                 None,
-                Items(1, "the next token", workers="first"),
+                Items(1, "next token", workers="first"),
                 reads=(*best, Use("history", self.context)),
                 writes=(Use("tokens", 1),),
                 updates=(logits,),
@@ -193,7 +193,7 @@ class _Step:
             self._phase(
                 "attention",
                 i,
-                Items(self.kv_heads, "a KV head's 256 positions", "256 positions"),
+                Items(self.kv_heads, "KV head", "256 positions"),
                 *("q_norm", "k_norm"),
                 reads=(qkv, *self._rotary, *query),
                 writes=(*query, partial),
@@ -203,7 +203,7 @@ class _Step:
             self._phase(
                 "combine",
                 i,
-                Items(self.kv_heads, "the query heads of a KV head"),
+                Items(self.kv_heads, "query heads of a KV head"),
                 reads=(partial,),
                 writes=(attention,),
                 waits=(Wait(p + "attention", "last arriver"),),

@@ -1,0 +1,195 @@
+"""`mkpack graph`: numbers that add up, tables that fit, and a picture that is well-formed and has every phase in it."""
+
+from __future__ import annotations
+
+import json
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import artifacts
+import builds
+import families
+import kernels
+import pytest
+from hypothesis import given, settings
+from test_layout import layouts
+
+from mkpack import cli, graph, plan, schedule
+from mkpack.errors import InternalError, UserError
+from mkpack.layout import Layout
+from mkpack.schedule import bytes_per_step
+from mkpack.spec import LayerSpec
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def graph_of(layout: Layout, context: int = 300, tokens: int = 16) -> graph.Graph:
+    found = schedule.cpu_schedule(layout.spec, layout.sections, layout.tp, context, tokens)
+    return graph.Graph("tiny & <small>", found)
+
+
+def mixed(**changes) -> graph.Graph:
+    layers = [LayerSpec(moe=True), LayerSpec(moe=False), LayerSpec(moe=True), LayerSpec(moe=True, sliding_window=9)]
+    spec = kernels.tiny_spec(layers=layers, dense_intermediate_size=40, qk_norm=True, **changes)
+    return graph_of(Layout(spec, kernels.precision("nvfp4"), 2))
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("graph")
+    checkpoint = families.make_case(folder / "checkpoint", "qwen3-dense-layers")
+    return builds.write_recipe(folder / "recipe.yaml", checkpoint)
+
+
+def call(monkeypatch, capsys, *arguments: object) -> tuple[int, str, str]:
+    monkeypatch.setattr(sys, "argv", ["mkpack", "graph", *map(str, arguments)])
+    with pytest.raises(SystemExit) as done:
+        cli.main()
+    return (done.value.code or 0, *capsys.readouterr())
+
+
+def test_layers_that_do_the_same_are_shown_once():
+    found = mixed()
+    assert found.groups() == [[0, 2], [1], [3]]  # the window of the last one reads less of the cache
+    text = found.render()
+    for title in ("layers 0, 2", "layer 1", "layer 3"):
+        assert f"\n{title}\n" in text
+    assert "\nlayers 0, 2\n" not in found.render(2) and "\nlayer 2\n" in found.render(2)
+    assert found.alike(2) == [0, 2] and found.alike(1) == [1]
+
+
+def test_ranges():
+    assert graph.ranges([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
+
+
+def rows(text: str, title: str) -> list[list[str]]:
+    """Words of the table under a line that begins with `title`, line by line."""
+    lines = text.split("\n")
+    at = next(i for i, line in enumerate(lines) if line.startswith(title)) + 1
+    end = next((i for i in range(at, len(lines)) if not lines[i]), len(lines))
+    return [line.split() for line in lines[at:end]]
+
+
+def test_the_tables_say_what_the_schedule_says():
+    found = mixed()
+    text = found.render(0)
+    lines = {line.split()[0]: line for line in text.split("\n") if line.startswith("  ")}
+    phases = rows(text, "layer 0")
+    assert [row[0] for row in phases] == ["phase", *(p.name for p in found.schedule.layer(0))]
+    attention = next(line for line in text.split("\n") if line.startswith("  attention  2 x KV head per 256 positions"))
+    assert attention.endswith("keys* values*  qkv") and "qkv cosine sine" in attention
+    assert "attention (last arriver)" in next(line for line in text.split("\n") if "query heads of a KV head" in line)
+    # 16 tokens, 4 heads, 2 chunks, 16 values and 16 for maximum and sum
+    assert "4,096 float32" in lines["partial"] and "16.4 kB" in lines["partial"]
+    assert "down of the layer before" in found.render(3) and "of the step before" in found.render()
+
+
+@settings(deadline=None, max_examples=25)
+@given(layouts())
+def test_bytes_and_shares_add_up(layout):
+    found = graph_of(layout)
+    document = json.loads(found.to_json())
+    for tokens in (1, 16):
+        total = bytes_per_step(layout.spec, layout.sections, layout.tp, tokens)
+        assert document["bytes_per_step"][f"{tokens}"] == round(total)
+        assert sum(p["bytes_per_step"][f"{tokens}"] for p in document["phases"]) == pytest.approx(total, abs=99)
+    shares = [row[-2:] for row in rows(found.render(), "bytes read per step")[1:]]
+    assert sum(float(cell.rstrip("%")) for cell, _ in shares) == pytest.approx(100, abs=0.06 * len(shares))
+
+
+def test_json_names_phases_buffers_and_barriers():
+    document = json.loads(mixed().to_json(1))
+    assert [p["key"] for p in document["phases"]] == [
+        f"layers.1.{n}" for n in ("qkv", "attention", "combine", "output", "gate_up", "down")
+    ]
+    assert [p["barrier_after"] for p in document["phases"]] == [True, False, True, True, True, True]
+    assert {"name": "x", "scope": "shared"}.items() <= next(b for b in document["buffers"] if b["name"] == "x").items()
+
+
+# -- the picture -------------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=25)
+@given(layouts())
+def test_the_picture_is_well_formed_and_nothing_leaves_it(layout):
+    found = graph_of(layout)
+    for layer in range(len(layout.spec.layers)):
+        root = ElementTree.fromstring(found.svg(layer))
+        width, height = float(root.get("width")), float(root.get("height"))
+        for rect in root.iter(f"{SVG}rect"):
+            if rect.get("x"):
+                x, y, w, h = (float(rect.get(k)) for k in ("x", "y", "width", "height"))
+                assert 0 <= x and 0 <= y and x + w <= width and y + h <= height and w >= 0
+        for text in root.iter(f"{SVG}text"):
+            x, y = float(text.get("x")), float(text.get("y"))
+            room = (min(x, width - x) * 2 if text.get("text-anchor") == "middle" else width - x) + 1
+            assert 0 < y < height and len(text.text) * float(text.get("font-size")) * 0.6 <= room, text.text
+
+
+def test_the_picture_shows_every_phase_and_buffer():
+    found = mixed()
+    root = ElementTree.fromstring(found.svg(2))
+    texts = [t.text for t in root.iter(f"{SVG}text")]
+    assert texts[0] == "tiny & <small>: layer 2 of 4" and "layers 0, 2 do the same" in texts[1]
+    phases = found.schedule.layer(2)
+    assert {p.name for p in phases} <= set(texts)
+    crossing = {u.buffer for p in phases for u in p.reads if found.schedule.buffer(u.buffer).lifetime != "phase"}
+    assert crossing <= set(texts)
+    titles = [t.text for t in root.iter(f"{SVG}title")]
+    assert "combine waits for attention (last arriver)" in titles and "qkv waits for down of the layer before" in titles
+
+
+def test_bars_are_as_wide_as_their_bytes():
+    found = mixed()
+    bars = [r for r in ElementTree.fromstring(found.svg(0)).iter(f"{SVG}rect") if r.get("height") == "42.0"]
+    phases = found.schedule.layer(0)
+    counts = [schedule.phase_bytes(found.schedule.spec, p, t) for t in (1, 16) for p in phases]
+    widths = [float(r.get("width")) for r in bars]
+    scale = sum(widths[len(phases) :]) / sum(counts[len(phases) :])
+    assert widths == pytest.approx([n * scale for n in counts], abs=0.2)
+
+
+# -- recipes, artifacts, the command -----------------------------------------------------------------------------------
+
+
+def test_a_recipe_and_its_artifact_have_one_schedule(recipe, tmp_path, monkeypatch):
+    builds.stub_compiler(tmp_path / "stub-cxx", monkeypatch)
+    from mkpack.build import build
+
+    path = build(recipe, output=tmp_path)
+    assert graph.read(path) == graph.read(recipe)
+
+
+def test_the_command(recipe, tmp_path, monkeypatch, capsys):
+    code, out, err = call(monkeypatch, capsys, recipe)
+    assert (code, err) == (0, "") and out.rstrip("\n") == graph.read(recipe).render()
+    picture = tmp_path / "layer.svg"
+    code, out, err = call(monkeypatch, capsys, recipe, "--json", "--layer", 3, "--svg", picture)
+    assert code == 0 and {p["layer"] for p in json.loads(out)["phases"]} == {3}
+    assert picture.read_text() == graph.read(recipe).svg(3)
+
+
+def test_mistakes_are_explained(recipe, tmp_path, monkeypatch, capsys):
+    code, _, err = call(monkeypatch, capsys, recipe, "--layer", 4)
+    assert code == 2 and "--layer 4: this model has the layers 0 to 3" in err
+    code, _, err = call(monkeypatch, capsys, recipe, "--svg", tmp_path / "none" / "layer.svg")
+    assert code == 2 and "cannot write" in err
+    code, _, err = call(monkeypatch, capsys, tmp_path / "none.mkpack")
+    assert code == 2 and "none.mkpack" in err
+
+
+def test_an_artifact_of_another_order_is_refused(tmp_path):
+    with pytest.raises(UserError, match="a.mkpack: its sections are not those of this version of mkpack; rebuild it"):
+        graph.read(artifacts.write(tmp_path / "a.mkpack"))
+
+
+@pytest.mark.parametrize("command", [graph.read, plan.plan])
+def test_a_schedule_that_does_not_hold_stops_everything(recipe, monkeypatch, command):
+    class Broken(schedule.cpu._Step):
+        def phases(self):
+            return [p for p in super().phases() if p.name != "combine"]
+
+    monkeypatch.setattr(schedule.cpu, "_Step", Broken)
+    with pytest.raises(InternalError, match="layers.0.output waits for layers.0.combine, which is no phase"):
+        command(recipe)
