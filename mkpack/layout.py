@@ -99,7 +99,8 @@ class Layout:
         self._pieces: dict[str, list[list[Piece]]] = {}
         self._end = 0
         self._build()
-        self.nbytes = align(self._end, SECTION_ALIGN)
+        # Kernels may load a whole vector that begins in a tile's last bytes.
+        self.nbytes = align(self._end + 64, SECTION_ALIGN)
 
     def section(self, name: str) -> Section:
         return self._by_name[name]

@@ -63,7 +63,8 @@ def test_sections_are_aligned_in_order_and_do_not_overlap(layout):
         assert end <= s.offset < end + SECTION_ALIGN
         assert s.nbytes > 0
         end = s.offset + s.nbytes
-    assert layout.nbytes % SECTION_ALIGN == 0 and end <= layout.nbytes < end + SECTION_ALIGN
+    # a kernel may load a whole vector that begins in the last bytes
+    assert layout.nbytes % SECTION_ALIGN == 0 and end + 64 <= layout.nbytes < end + 64 + SECTION_ALIGN
     assert len({s.name for s in layout.sections}) == len(layout.sections)
     for s in matrix_sections(layout):
         assert s.nbytes == s.rows // TILE_ROWS * tile_bytes(s.format, s.cols)

@@ -15,29 +15,30 @@ inline void head_phase(State& s, int tid) {
       store(local.gathered.data() + (b * n + j) * 16, load(s.x.data() + (b * step.slots + t) * 16));
     }
   rms_norm(local.gathered.data(), s.at<float>(0, m::final_norm), kHiddenBlocks, m::hidden_size, n, local.normed.data());
-  alignas(64) float out[kMaxSlots * 16];
   for (int j = 0; j < step.logits; j++) {
     local.best_value[j] = -INFINITY;
     local.best_token[j] = m::vocab_size;
   }
-  for_split_tiles(m::vocab_tiles, kVocabTiles, tid, s.team.size(), [&](int rank, int tile, int block) {
+  constexpr int64_t size = tile_bytes(m::fmt_head, kHiddenBlocks);
+  for_split_runs(m::vocab_tiles, kVocabTiles, tid, s.team.size(), [&](int rank, int first, int count, int at) {
     // A tied head is a run of the embedding's tiles, which every rank holds whole.
-    const int64_t at = m::head_in_embedding ? block : tile;
-    constexpr int64_t size = tile_bytes(m::fmt_head, kHiddenBlocks);
-    tile_dot<m::fmt_head>(n, s.at<uint8_t>(rank, m::lm_head) + at * size, kHiddenBlocks, local.normed.data(), out);
-    const V scale = tile_scale<m::fmt_head>(s.at<float>(rank, m::lm_head_scale), at);
-    const int rows = std::min(m::vocab_size - block * 16, 16);
-    for (int j = 0; j < step.logits; j++) {
-      const V v = load(out + j * 16) * scale;
-      float* row = s.logits.data() + int64_t{j} * kVocabTiles * 16 + block * 16;
-      store(row, v);
-      if (hmax(keep_lanes(v, 0, rows, -INFINITY)) <= local.best_value[j]) continue;
-      for (int r = 0; r < rows; r++)
-        if (row[r] > local.best_value[j]) {
-          local.best_value[j] = row[r];
-          local.best_token[j] = block * 16 + r;
-        }
-    }
+    const int64_t tile = m::head_in_embedding ? at : first;
+    const uint8_t* w = s.at<uint8_t>(rank, m::lm_head) + tile * size;
+    tile_run<m::fmt_head>(n, w, count, kHiddenBlocks, local.normed.data(), [&](int i, const float* sums) {
+      const V scale = tile_scale<m::fmt_head>(s.at<float>(rank, m::lm_head_scale), tile + i);
+      const int token = (at + i) * 16, rows = std::min(m::vocab_size - token, 16);
+      for (int j = 0; j < step.logits; j++) {
+        const V v = load(sums + j * 16) * scale;
+        float* row = s.logits.data() + int64_t{j} * kVocabTiles * 16 + token;
+        store(row, v);
+        if (hmax(keep_lanes(v, 0, rows, -INFINITY)) <= local.best_value[j]) continue;
+        for (int r = 0; r < rows; r++)
+          if (row[r] > local.best_value[j]) {
+            local.best_value[j] = row[r];
+            local.best_token[j] = token + r;
+          }
+      }
+    });
   });
 }
 

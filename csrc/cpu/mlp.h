@@ -98,33 +98,35 @@ inline void gate_up_phase(State& s, int layer, int tid) {
   const int slots = s.step.slots;
   constexpr int tiles = static_cast<int>(ceil_div(Size, 16));
   constexpr int64_t size = tile_bytes(F, kHiddenBlocks);
-  alignas(64) float gate[kMaxSlots * 16], up[kMaxSlots * 16];
+  alignas(64) float gate[kMaxSlots * 16];
   const auto [lo, hi] = share(static_cast<int64_t>(local.active.size()) * tiles, tid, s.team.size());
-  int gathered_for = -1;
-  for (int64_t i = lo; i < hi; i++) {
-    const int which = static_cast<int>(i / tiles), block = static_cast<int>(i % tiles);
+  for (int64_t at = lo; at < hi;) {
+    // A run of blocks of one expert on one rank.
+    const int which = static_cast<int>(at / tiles), block = static_cast<int>(at % tiles);
+    const int rank = block / RankTiles, first = block % RankTiles;
+    const int count = static_cast<int>(std::min<int64_t>({RankTiles - first, tiles - block, hi - at}));
     const Active& a = local.active[static_cast<size_t>(which)];
     const int n = round_tokens(a.count);
     const float* x = local.normed.data();
     if (a.count != s.step.count) {
       x = local.gathered.data();
-      if (gathered_for != which) {
-        gathered_for = which;
-        for (int b = 0; b < kHiddenBlocks; b++)
-          for (int j = 0; j < a.count; j++)
-            store(local.gathered.data() + (b * n + j) * 16, load(local.normed.data() + (b * slots + a.token[j]) * 16));
-      }
+      for (int b = 0; b < kHiddenBlocks; b++)
+        for (int j = 0; j < a.count; j++)
+          store(local.gathered.data() + (b * n + j) * 16, load(local.normed.data() + (b * slots + a.token[j]) * 16));
     }
-    const int rank = block / RankTiles;
-    const int64_t pair = 2 * (int64_t{a.expert} * RankTiles + block % RankTiles);
-    const uint8_t* w = s.at<uint8_t>(rank, l.gate_up) + pair * size;
-    tile_dot<F>(n, w, kHiddenBlocks, x, gate);
-    tile_dot<F>(n, w + size, kHiddenBlocks, x, up);
+    const int64_t pair = 2 * (int64_t{a.expert} * RankTiles + first);
     const float* scales = s.at<float>(rank, l.gate_up_scale);
-    const V gate_scale = tile_scale<F>(scales, pair), up_scale = tile_scale<F>(scales, pair + 1);
-    float* out = s.inner.data() + (int64_t{which} * kInnerBlocks * kMaxSlots + block * n) * 16;
-    for (int t = 0; t < n; t++)
-      store(out + t * 16, silu(load(gate + t * 16) * gate_scale) * (load(up + t * 16) * up_scale));
+    float* inner = s.inner.data() + (int64_t{which} * kInnerBlocks * kMaxSlots + block * n) * 16;
+    tile_run<F>(n, s.at<uint8_t>(rank, l.gate_up) + pair * size, 2 * count, kHiddenBlocks, x, [&](int i, const float* sums) {
+      const V scale = tile_scale<F>(scales, pair + i);
+      float* out = inner + i / 2 * n * 16;
+      for (int t = 0; t < n; t++) {
+        const V v = load(sums + t * 16) * scale;
+        if (i % 2 == 0) store(gate + t * 16, v);
+        else store(out + t * 16, silu(load(gate + t * 16)) * v);
+      }
+    });
+    at += count;
   }
 }
 
@@ -137,31 +139,27 @@ inline void down_phase(State& s, int layer, int tid) {
   const int slots = s.step.slots;
   constexpr int blocks = static_cast<int>(ceil_div(Size, 16));
   constexpr int64_t size = tile_bytes(F, blocks);
-  alignas(64) float out[kMaxSlots * 16];
-  const int first = static_cast<int>(share(kHiddenBlocks, tid, s.team.size()).first);
-  for_split_tiles(m::hidden_tiles, kHiddenBlocks, tid, s.team.size(), [&](int, int, int block) {
-    for (int t = 0; t < slots; t++) store(local.down.data() + ((block - first) * slots + t) * 16, zero());
-  });
+  const auto [lo, hi] = share(kHiddenBlocks, tid, s.team.size());
+  const int mine = static_cast<int>(lo);
+  for (int64_t i = 0; i < (hi - lo) * slots; i++) store(local.down.data() + i * 16, zero());
   for (size_t which = 0; which < local.active.size(); which++) {
     const Active& a = local.active[which];
     const int n = round_tokens(a.count);
     const float* inner = s.inner.data() + static_cast<int64_t>(which) * kInnerBlocks * kMaxSlots * 16;
-    for_split_tiles(m::hidden_tiles, kHiddenBlocks, tid, s.team.size(), [&](int rank, int tile, int block) {
-      const int64_t at = int64_t{a.expert} * m::hidden_tiles + tile;
-      tile_dot<F>(n, s.at<uint8_t>(rank, l.down) + at * size, blocks, inner, out);
-      const V scale = tile_scale<F>(s.at<float>(rank, l.down_scale), at);
-      for (int j = 0; j < a.count; j++) {
-        float* y = local.down.data() + ((block - first) * slots + a.token[j]) * 16;
-        store(y, fma(load(out + j * 16) * scale, set1(a.weight[j]), load(y)));
-      }
+    for_split_runs(m::hidden_tiles, kHiddenBlocks, tid, s.team.size(), [&](int rank, int first, int count, int block) {
+      const int64_t tile = int64_t{a.expert} * m::hidden_tiles + first;
+      const uint8_t* w = s.at<uint8_t>(rank, l.down) + tile * size;
+      tile_run<F>(n, w, count, blocks, inner, [&](int i, const float* sums) {
+        const V scale = tile_scale<F>(s.at<float>(rank, l.down_scale), tile + i);
+        for (int j = 0; j < a.count; j++) {
+          float* y = local.down.data() + ((block + i - mine) * slots + a.token[j]) * 16;
+          store(y, fma(load(sums + j * 16) * scale, set1(a.weight[j]), load(y)));
+        }
+      });
     });
   }
-  for_split_tiles(m::hidden_tiles, kHiddenBlocks, tid, s.team.size(), [&](int, int, int block) {
-    for (int t = 0; t < slots; t++) {
-      float* x = s.x.data() + (block * slots + t) * 16;
-      store(x, load(x) + load(local.down.data() + ((block - first) * slots + t) * 16));
-    }
-  });
+  float* x = s.x.data() + int64_t{mine} * slots * 16;
+  for (int64_t i = 0; i < (hi - lo) * slots; i++) store(x + i * 16, load(x + i * 16) + load(local.down.data() + i * 16));
 }
 
 }  // namespace mk

@@ -82,78 +82,110 @@ MK_INLINE W decode(Bits codes, int j) {
   return as_float(codes);
 }
 
-// Calls use(column, part, weights of that column) for the 16 columns of a block and P parts of its lanes, from `w` on.
-template <Fmt F, int P, class Use>
-MK_INLINE void decode_block(const uint8_t* w, Use use) {
+// Calls use(column, stream, weights of that column) for the 16 columns of a block in S streams, `stride` bytes apart.
+template <Fmt F, int S, class Use>
+MK_INLINE void decode_block(const uint8_t* w, int64_t stride, Use use) {
   constexpr int vectors = static_cast<int>(block_bytes(F) / 64), columns = 16 / vectors;
+#if defined(__AVX512F__)
+  // Loading from the byte that holds a code costs no shift, and shifts are what limits this decoder. The last loads
+  // reach 3 bytes past the tile, which layout.py leaves room for.
+  constexpr bool by_offset = F == Fmt::nvfp4;
+#else
+  constexpr bool by_offset = false;
+#endif
 #pragma GCC unroll 16
   for (int v = 0; v < vectors; v++) {
-    Bits codes[P];
-    for (int p = 0; p < P; p++) codes[p] = bload(w + v * 64 + p * kLanes * 4);
+    Bits codes[S];
 #pragma GCC unroll 8
     for (int j = 0; j < columns; j++) {
-#pragma GCC unroll 2
-      for (int p = 0; p < P; p++) use(v * columns + j, p, decode<F>(codes[p], j));
+#pragma GCC unroll 4
+      for (int i = 0; i < S; i++) {
+        if (by_offset ? j % 2 == 0 : j == 0) codes[i] = bload(w + i * stride + v * 64 + (by_offset ? j / 2 : 0));
+        use(v * columns + j, i, decode<F>(codes[i], by_offset ? j % 2 : j));
+      }
     }
   }
 }
 
-// One pass: G tokens and P parts of a tile. x is [block][LD tokens][16 columns]; out is [token][16 rows].
-template <Fmt F, int G, int LD, int P>
-MK_INLINE void tile_pass(const uint8_t* tile, int blocks, const float* x, float* out, int part) {
-  const uint8_t* scales = tile + part * kLanes;
-  const uint8_t* w = tile + scale_bytes(F, blocks) + part * kLanes * 4;
-  out += part * kLanes;
+// Where S streams of kLanes rows lie: the parts of a tile, or one part of several tiles.
+struct Streams {
+  int64_t scales, weights, ahead;  // bytes from stream to stream, and how far ahead memory is asked for
+  int out;                         // floats from stream to stream in the result
+};
+
+// One pass: G tokens, S streams. x is [block][LD tokens][16 columns]; out is [token][16 rows] of each stream.
+template <Fmt F, int G, int LD, int S>
+MK_INLINE void tile_pass(const uint8_t* scales, const uint8_t* w, int blocks, Streams at, const float* x, float* out) {
   constexpr int64_t step = block_bytes(F);
   // A full group's block sums fill the registers, so its row sums live in `out`.
-  constexpr bool in_registers = G * P <= kGroup / 2;
-  W rows[in_registers ? P : 1][in_registers ? G : 1];
-  for (int p = 0; p < P; p++)
+  constexpr bool in_registers = G * S <= kGroup / 2;
+  W rows[in_registers ? S : 1][in_registers ? G : 1];
+  for (int i = 0; i < S; i++)
     for (int t = 0; t < G; t++) {
-      if constexpr (in_registers) rows[p][t] = wbroadcast(0.0f);
-      else wstore(out + t * 16 + p * kLanes, wbroadcast(0.0f));
+      if constexpr (in_registers) rows[i][t] = wbroadcast(0.0f);
+      else wstore(out + t * 16 + i * at.out, wbroadcast(0.0f));
     }
   for (int b = 0; b < blocks; b++) {
-    // The hardware's own prefetch stops at page boundaries; a page ahead is far enough for memory.
-    for (int64_t line = 0; line < step; line += 64) _mm_prefetch(reinterpret_cast<const char*>(w) + 4096 + line, _MM_HINT_T0);
-    W sum[P][G];
-    decode_block<F, P>(w, [&](int k, int p, W weights) __attribute__((always_inline)) {
+    // The hardware's own prefetch stops at page boundaries.
+    for (int i = 0; i < (at.weights < 64 ? 1 : S); i++)
+      for (int64_t line = 0; line < step; line += 64)
+        _mm_prefetch(reinterpret_cast<const char*>(w) + i * at.weights + at.ahead + line, _MM_HINT_T0);
+    W sum[S][G];
+    decode_block<F, S>(w, at.weights, [&](int k, int i, W weights) __attribute__((always_inline)) {
 #pragma GCC unroll 16
       for (int t = 0; t < G; t++) {
         W xk = wbroadcast(x[t * 16 + k]);
-        sum[p][t] = k == 0 ? wmul(weights, xk) : wfma(weights, xk, sum[p][t]);
+        sum[i][t] = k == 0 ? wmul(weights, xk) : wfma(weights, xk, sum[i][t]);
       }
     });
-#pragma GCC unroll 2
-    for (int p = 0; p < P; p++) {
+#pragma GCC unroll 4
+    for (int i = 0; i < S; i++) {
       W s;
-      if constexpr (F == Fmt::nvfp4) s = e4m3_scales(scales + b * 16 + p * kLanes);
+      if constexpr (F == Fmt::nvfp4) s = e4m3_scales(scales + b * 16 + i * at.scales);
 #pragma GCC unroll 16
       for (int t = 0; t < G; t++) {
         W row;
-        if constexpr (in_registers) row = rows[p][t];
-        else row = wload(out + t * 16 + p * kLanes);
-        if constexpr (F == Fmt::nvfp4) row = wfma(s, sum[p][t], row);
-        else row = wadd(row, sum[p][t]);
-        if constexpr (in_registers) rows[p][t] = row;
-        else wstore(out + t * 16 + p * kLanes, row);
+        if constexpr (in_registers) row = rows[i][t];
+        else row = wload(out + t * 16 + i * at.out);
+        if constexpr (F == Fmt::nvfp4) row = wfma(s, sum[i][t], row);
+        else row = wadd(row, sum[i][t]);
+        if constexpr (in_registers) rows[i][t] = row;
+        else wstore(out + t * 16 + i * at.out, row);
       }
     }
     w += step;
     x += LD * 16;
   }
   if constexpr (in_registers)
-    for (int p = 0; p < P; p++)
-      for (int t = 0; t < G; t++) wstore(out + t * 16 + p * kLanes, rows[p][t]);
+    for (int i = 0; i < S; i++)
+      for (int t = 0; t < G; t++) wstore(out + t * 16 + i * at.out, rows[i][t]);
 }
+
+constexpr int kParts = 16 / kLanes;
 
 template <Fmt F, int LD>
 __attribute__((noinline)) void tile_dot_ld(const uint8_t* tile, int blocks, const float* x, float* out) {
   constexpr int G = LD < kGroup ? LD : kGroup;
   // Few tokens leave a multiply-add chain waiting for itself, so both halves of a tile run side by side where they fit.
-  constexpr int parts = 16 / kLanes, P = parts * G <= kGroup ? parts : 1;
+  constexpr int S = kParts * G <= kGroup ? kParts : 1;
+  constexpr Streams at{kLanes, kLanes * 4, 4096, kLanes};
+  const uint8_t* w = tile + scale_bytes(F, blocks);
   for (int t = 0; t < LD; t += G)
-    for (int part = 0; part < parts; part += P) tile_pass<F, G, LD, P>(tile, blocks, x + t * 16, out + t * 16, part);
+    for (int part = 0; part < kParts; part += S)
+      tile_pass<F, G, LD, S>(tile + part * kLanes, w + part * kLanes * 4, blocks, at, x + t * 16, out + t * 16 + part * kLanes);
+}
+
+// Tiles that one token takes together: enough independent sums to hide the latency of a multiply-add.
+constexpr int kTogether = 4;
+
+// One token, kTogether tiles that follow each other; out is [tile][16 rows].
+template <Fmt F>
+__attribute__((noinline)) void tiles_dot_one(const uint8_t* tile, int blocks, const float* x, float* out) {
+  const int64_t size = tile_bytes(F, blocks);
+  const uint8_t* w = tile + scale_bytes(F, blocks);
+  for (int part = 0; part < kParts; part++)
+    tile_pass<F, 1, 1, kTogether>(tile + part * kLanes, w + part * kLanes * 4, blocks,
+                                  {size, size, kTogether * size + 2048, 16}, x, out + part * kLanes);
 }
 
 // Token slots of activations: buffers are [block][ld][16], ld being the token count rounded up to one of these.
@@ -168,6 +200,22 @@ MK_INLINE void tile_dot(int ld, const uint8_t* tile, int blocks, const float* x,
     case 4: return tile_dot_ld<F, 4>(tile, blocks, x, out);
     case 8: return tile_dot_ld<F, 8>(tile, blocks, x, out);
     default: return tile_dot_ld<F, 16>(tile, blocks, x, out);
+  }
+}
+
+// tile_dot for `count` tiles that follow each other: done(i, out) gets each one's result.
+template <Fmt F, class Done>
+MK_INLINE void tile_run(int ld, const uint8_t* tile, int count, int blocks, const float* x, Done done) {
+  alignas(64) float out[16 * 16];
+  const int64_t size = tile_bytes(F, blocks);
+  int i = 0;
+  for (; ld == 1 && i + kTogether <= count; i += kTogether) {
+    tiles_dot_one<F>(tile + i * size, blocks, x, out);
+    for (int j = 0; j < kTogether; j++) done(i + j, out + j * 16);
+  }
+  for (; i < count; i++) {
+    tile_dot<F>(ld, tile + i * size, blocks, x, out);
+    done(i, out);
   }
 }
 
@@ -192,7 +240,7 @@ void decode_row(const uint8_t* matrix, const float* scales, int64_t row, int blo
     const uint8_t* w = body + b * block_bytes(F) + part * 4;
     W block_scale = wbroadcast(1.0f);
     if constexpr (F == Fmt::nvfp4) block_scale = e4m3_scales(tile + b * 16 + part);
-    decode_block<F, 1>(w, [&](int k, int, W weights) {
+    decode_block<F, 1>(w, 0, [&](int k, int, W weights) {
       wstore(values, wmul(weights, block_scale));
       out[b * 16 + k] = values[r - part] * scale[r];
     });
