@@ -84,7 +84,7 @@ class _Picture:
             yield _text(x + 8, y, line, 11)
             y += 15
         y = _BOX_TOP + 99
-        streams = f"streams {size(p.nbytes)}" if p.sections else "no weights"
+        streams = f"{'part of' if p.routed else 'streams'} {size(p.nbytes)}" if p.sections else "no weights"
         yield _text(x + 8, y, streams, 11, colour if p.sections else _SOFT, bold=bool(p.sections))
         for line in textwrap.wrap(" ".join(kind(n) for n in p.sections), chars)[:2]:
             y += 15
