@@ -59,6 +59,7 @@ def cuda_header(layout: CudaLayout, limits: Limits, target: str) -> str:
             "",
             "namespace mk::model {",
             f"constexpr int context = {limits.context};",
+            f"constexpr int compute_capability = {int(target.removeprefix('sm_').removesuffix('a'))};  // times ten",
             *(f"constexpr uint64_t {name} = {value};" for name, value in {**offsets, **sizes}.items()),
             *(f"constexpr int {name} = {value};" for name, value in norms.items()),
             f"constexpr float rope_attention_factor = {cpp_float(spec.rope.attention_factor)};",

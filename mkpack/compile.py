@@ -33,15 +33,11 @@ CUDA_FLAGS = (
 
 @dataclass(frozen=True)
 class Unit:
-    """One .so to compile: its folder name, the target, and the text of its model.h.
-
-    source: another main file than the target's own in csrc/, for a test of parts.
-    """
+    """One .so to compile: its folder name, the target, and the text of its model.h."""
 
     name: str
     target: str
     header: str
-    source: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -79,30 +75,45 @@ def _escape(text: str) -> str:
 
 
 def _rule(unit: Unit, compiler: platform.Compiler, folder: Path) -> str:
-    """The ninja rule of one unit, written into `folder`/name."""
+    """The ninja rule of one CPU unit, written into `folder`/name."""
     csrc, generated = sources(), folder / unit.name
-    if gpu := unit.target in CUDA_TARGETS:
-        # Ninja runs in `folder`. nvcc hands the compiler below it no name with a space, so none of ours is absolute.
-        generated = Path(unit.name)
-        flags = [*cuda_flags(unit.target), f"-I{csrc / 'cuda'}"]
-    else:
+    flags = [
+        *CPU_FLAGS,
+        f"-march={unit.target}",
         # No path of this machine in the output: the same sources give the same bytes in any folder.
-        maps = [f"-ffile-prefix-map={csrc}=csrc", f"-ffile-prefix-map={generated}=generated"]
-        flags = [*CPU_FLAGS, f"-march={unit.target}", *maps]
-        if unit.target == "x86-64-v4":
-            flags.append("-mprefer-vector-width=512")
-    flags += [f"-I{csrc}", f"-I{generated}", "-Xlinker", f"--version-script={csrc / 'exports.map'}"]
-    command = shlex.join([*compiler.command, *flags]).replace("$", "$$")
-    source = unit.source or csrc / ("cuda/model.cu" if gpu else "cpu/model.cpp")
-    out, src = _escape(str(generated / "kernel.so")), _escape(str(source))
-    # What ptxas says is kept beside the .so, and shown only when the compiler fails.
-    log = " > $out.log 2>&1 || { cat $out.log >&2; exit 1; }" if gpu else ""
+        f"-ffile-prefix-map={csrc}=csrc",
+        f"-ffile-prefix-map={generated}=generated",
+        f"-I{csrc}",
+        f"-I{generated}",
+        "-Xlinker",
+        f"--version-script={csrc / 'exports.map'}",
+    ]
+    if unit.target == "x86-64-v4":
+        flags.append("-mprefer-vector-width=512")
+    command = shlex.join([*compiler.command, *flags])
+    out, src = _escape(str(generated / "kernel.so")), _escape(str(csrc / "cpu" / "model.cpp"))
     return (
         f"rule {unit.name}\n"
-        f"  command = {command} -MD -MF $out.d $in -o $out{log}\n"
+        f"  command = {command.replace('$', '$$')} -MD -MF $out.d $in -o $out\n"
         f"  depfile = $out.d\n"
         f"  deps = gcc\n"
         f"build {out}: {unit.name} {src} | {_escape(str(generated / 'model.h'))}\n"
+    )
+
+
+def _cuda_rule(unit: Unit, compiler: platform.Compiler, folder: Path) -> str:
+    """The ninja rule of one GPU unit. It compiles a copy of csrc/ by relative names: names of sources go into what nvcc
+    makes, and it hands none that has a space to the compiler below it."""
+    csrc = folder / unit.name / "csrc"
+    shutil.copytree(sources(), csrc, dirs_exist_ok=True)
+    inputs = [p.relative_to(folder) for p in sorted(csrc.rglob("*")) if p.is_file()] + [Path(unit.name) / "model.h"]
+    flags = [*cuda_flags(unit.target), "-Icsrc/cuda", "-Icsrc", "-I.", "-Xlinker", "--version-script=csrc/exports.map"]
+    command = shlex.join([*compiler.command, *flags, "csrc/cuda/model.cu", "-o", "kernel.so"]).replace("$", "$$")
+    # What ptxas says is kept beside the .so, and shown only when the compiler fails.
+    return (
+        f"rule {unit.name}\n"
+        f"  command = cd {shlex.quote(unit.name)} && {command} > ptxas.log 2>&1 || {{ cat ptxas.log >&2; exit 1; }}\n"
+        f"build {_escape(unit.name)}/kernel.so: {unit.name} | {' '.join(_escape(str(p)) for p in inputs)}\n"
     )
 
 
@@ -146,7 +157,8 @@ def compile_kernels(units: Sequence[Unit], folder: Path) -> dict[str, Kernel]:
     for unit in units:
         (folder / unit.name).mkdir(parents=True, exist_ok=True)
         (folder / unit.name / "model.h").write_text(unit.header)
-        rules.append(_rule(unit, compilers[unit.target], folder))
+        rule = _cuda_rule if unit.target in CUDA_TARGETS else _rule
+        rules.append(rule(unit, compilers[unit.target], folder))
     (folder / "build.ninja").write_text("\n".join(rules))
     environment = {k: v for k, v in os.environ.items() if k != "NINJA_STATUS"}
     done = subprocess.run(
@@ -160,7 +172,7 @@ def compile_kernels(units: Sequence[Unit], folder: Path) -> dict[str, Kernel]:
 def _kernel(unit: Unit, compiler: platform.Compiler, path: Path) -> Kernel:
     if unit.target not in CUDA_TARGETS:
         return Kernel(path, compiler.version, {"cpu": unit.target, "system": "linux"})
-    resources = cubin.report(path.read_bytes(), path.with_name("kernel.so.log").read_text())
+    resources = cubin.report(path.read_bytes(), path.with_name("ptxas.log").read_text())
     return Kernel(path, f"nvcc {compiler.version}", {"gpu": unit.target, "system": "linux"}, resources)
 
 

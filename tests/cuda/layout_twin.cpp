@@ -20,7 +20,8 @@ static std::vector<uint8_t> read_bytes(size_t n) {
 struct Matrix {
   int rows, K;
   std::vector<uint8_t> data, scale;
-  Matrix(int rows, int K) : rows(rows), K(K), data(read_bytes((size_t)rows * K / 2)), scale(read_bytes((size_t)rows * K / 16)) {}
+  Matrix(int rows, int K)
+      : rows(rows), K(K), data(read_bytes((size_t)rows * K / 2)), scale(read_bytes((size_t)rows * K / 16)) {}
   // Row `row` of the matrix is row r of the tile at `out`.
   void put(uint8_t* out, int r, int row) const {
     for (int column = 0; column < K; column++) {
@@ -38,12 +39,24 @@ int main(int argc, char** argv) {
   const std::string what = argc > 1 ? argv[1] : "";
   std::vector<uint8_t> out;
   if (what == "sizes") {
-    const struct { const char* name; long long value; } values[] = {
-        {"qkv_bytes", kQkvBytes},           {"dense_layer_bytes", kDenseLayerBytes}, {"pair_bytes", kPairBytes},
-        {"expert_bytes", kExpertBytes},     {"router_bytes", kRouterBytes},          {"norm_layer", kNormLayer},
-        {"attn_norm", kNormInput},          {"mlp_norm", kNormPost},                 {"q_norm", kNormQ},
-        {"k_norm", kNormK},                 {"pair_tile", kPairTileBytes},           {"down_tile", kDownTileBytes},
-        {"qkv_rows", kQkvRows},             {"k_at", matrix_offset(kQRows, 0, kHidden)},
+    const struct {
+      const char* name;
+      long long value;
+    } values[] = {
+        {"qkv_bytes", kQkvBytes},
+        {"dense_layer_bytes", kDenseLayerBytes},
+        {"pair_bytes", kPairBytes},
+        {"expert_bytes", kExpertBytes},
+        {"router_bytes", kRouterBytes},
+        {"norm_layer", kNormLayer},
+        {"attn_norm", kNormInput},
+        {"mlp_norm", kNormPost},
+        {"q_norm", kNormQ},
+        {"k_norm", kNormK},
+        {"pair_tile", kPairTileBytes},
+        {"down_tile", kDownTileBytes},
+        {"qkv_rows", kQkvRows},
+        {"k_at", matrix_offset(kQRows, 0, kHidden)},
         {"v_at", matrix_offset(kQRows + kKvRows, 0, kHidden)},
     };
     for (const auto& v : values) printf("%s %lld\n", v.name, v.value);

@@ -96,7 +96,7 @@ int main() {
   CHECK(cudaMalloc(&streamed, 8));
   CHECK(cudaMemset(wrong, 0, 4));
   CHECK(cudaFuncSetAttribute(exchange, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)sizeof(Buffers)));
-  const double bandwidth = ladder::read_bandwidth(weights, bytes);
+  const double bandwidth = mk::read_bandwidth(weights, bytes);
   printf("read bandwidth %.2f TB/s\n", bandwidth / 1e12);
   for (int flight = 0; flight <= 4; flight++)
     for (int copies = 1; copies <= 8; copies *= 2) {

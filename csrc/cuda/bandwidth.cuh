@@ -2,33 +2,32 @@
 // else.
 #pragma once
 #include <algorithm>
-#include <cstdio>
 #include <vector>
 #include "model.h"
 #include "ptx.cuh"
 
-namespace ladder {
+namespace mk {
 
 constexpr int kCopyBytes = 16384, kCopySlots = 8;
 __global__ void read_all(const uint8_t* src, int64_t pages_per_block) {
   extern __shared__ __align__(128) uint8_t buffer[];
   __shared__ uint64_t full[kCopySlots];
-  for (int i = 0; i < kCopySlots; i++) mk::mbarrier_init(mk::smem_address(&full[i]), 1);
-  mk::mbarrier_init_fence();
-  const uint64_t policy = mk::evict_first_policy();
+  for (int i = 0; i < kCopySlots; i++) mbarrier_init(smem_address(&full[i]), 1);
+  mbarrier_init_fence();
+  const uint64_t policy = evict_first_policy();
   src += blockIdx.x * pages_per_block * kCopyBytes;
   for (int64_t i = 0; i < pages_per_block + kCopySlots; i++) {
     const int slot = i % kCopySlots;
-    const uint32_t bar = mk::smem_address(&full[slot]);
-    if (i >= kCopySlots) mk::mbarrier_wait(bar, i / kCopySlots - 1 & 1);
+    const uint32_t bar = smem_address(&full[slot]);
+    if (i >= kCopySlots) mbarrier_wait(bar, i / kCopySlots - 1 & 1);
     if (i >= pages_per_block) continue;
-    mk::mbarrier_expect_bytes(bar, kCopyBytes);
-    mk::bulk_copy(mk::smem_address(buffer + slot * kCopyBytes), src + i * kCopyBytes, kCopyBytes, bar, policy);
+    mbarrier_expect_bytes(bar, kCopyBytes);
+    bulk_copy(smem_address(buffer + slot * kCopyBytes), src + i * kCopyBytes, kCopyBytes, bar, policy);
   }
 }
-// Bytes per second, median of five passes over `bytes` bytes.
+// Bytes per second, median of five passes over `bytes` bytes; 0 when the device fails.
 inline double read_bandwidth(const uint8_t* src, size_t bytes) {
-  const int64_t pages = bytes / kCopyBytes / mk::kGrid;
+  const int64_t pages = bytes / kCopyBytes / kGrid;
   cudaFuncSetAttribute(read_all, cudaFuncAttributeMaxDynamicSharedMemorySize, kCopyBytes * kCopySlots);
   std::vector<float> ms;
   cudaEvent_t a, b;
@@ -36,15 +35,17 @@ inline double read_bandwidth(const uint8_t* src, size_t bytes) {
   cudaEventCreate(&b);
   for (int i = 0; i < 6; i++) {
     cudaEventRecord(a);
-    read_all<<<mk::kGrid, 1, kCopyBytes * kCopySlots>>>(src, pages);
+    read_all<<<kGrid, 1, kCopyBytes * kCopySlots>>>(src, pages);
     cudaEventRecord(b);
-    if (cudaEventSynchronize(b) != cudaSuccess) return 0;
     float t;
-    cudaEventElapsedTime(&t, a, b);
+    if (cudaEventSynchronize(b) != cudaSuccess || cudaEventElapsedTime(&t, a, b) != cudaSuccess) break;
     if (i) ms.push_back(t);
   }
+  cudaEventDestroy(a);
+  cudaEventDestroy(b);
+  if (ms.size() != 5) return 0;
   std::sort(ms.begin(), ms.end());
-  return (double)pages * mk::kGrid * kCopyBytes / (ms[2] * 1e-3);
+  return (double)pages * kGrid * kCopyBytes / (ms[2] * 1e-3);
 }
 
-}  // namespace ladder
+}  // namespace mk

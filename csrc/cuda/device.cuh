@@ -1,0 +1,114 @@
+// The GPU as the host sees it: errors with a text, memory with an owner, and whether this GPU can run this kernel.
+#pragma once
+#include <cstdint>
+#include <cstdio>
+#include <stdexcept>
+#include <string>
+#include "abi.h"
+#include "kernel.cuh"
+
+namespace mk {
+
+struct Failure : std::runtime_error {
+  int32_t code;
+  Failure(int32_t code, const std::string& text) : std::runtime_error(text), code(code) {}
+};
+
+inline void check(cudaError_t error, const char* doing) {
+  if (error == cudaSuccess) return;
+  cudaGetLastError();  // the next call must not find it again
+  throw Failure(error == cudaErrorMemoryAllocation ? MK_ERR_MEMORY : MK_ERR_DEVICE,
+                std::string(doing) + ": " + cudaGetErrorString(error) + " (" + cudaGetErrorName(error) + ")");
+}
+
+template <class T>
+class DeviceArray {
+ public:
+  explicit DeviceArray(size_t n) { check(cudaMalloc(&data_, n * sizeof(T)), "allocating GPU memory"); }
+  ~DeviceArray() { cudaFree(data_); }
+  DeviceArray(const DeviceArray&) = delete;
+  DeviceArray& operator=(const DeviceArray&) = delete;
+  T* get() const { return data_; }
+
+ private:
+  T* data_ = nullptr;
+};
+
+inline std::string gigabytes(uint64_t bytes) {
+  const uint64_t tenths = (bytes + 50000000) / 100000000;
+  return std::to_string(tenths / 10) + "." + std::to_string(tenths % 10) + " GB";
+}
+
+// Makes device 0 of those that CUDA_VISIBLE_DEVICES leaves this thread's. Throws Failure with everything that keeps it
+// from running the kernel. bytes: of GPU memory that the model is going to take.
+inline void open_device(uint64_t bytes, const std::string& what) {
+  int count = 0;
+  const cudaError_t found = cudaGetDeviceCount(&count);
+  if (found == cudaErrorInsufficientDriver || found == cudaErrorNoDevice || (found == cudaSuccess && count == 0))
+    throw Failure(MK_ERR_DEVICE,
+                  "no GPU to run on: this process sees none, or the NVIDIA driver is missing or older than CUDA " +
+                      std::to_string(CUDART_VERSION / 1000) + " (" + cudaGetErrorString(found) +
+                      "); nvidia-smi and CUDA_VISIBLE_DEVICES tell more");
+  check(found, "looking for a GPU");
+  check(cudaSetDevice(0), "opening the GPU, which another process may hold for itself alone");
+  cudaDeviceProp d;
+  check(cudaGetDeviceProperties(&d, 0), "asking the GPU what it is");
+  const std::string gpu = std::string("GPU 0 (") + d.name + ")";
+  const auto refuse = [&](const std::string& text) { throw Failure(MK_ERR_DEVICE, gpu + " " + text); };
+  if (10 * d.major + d.minor != model::compute_capability)
+    refuse("has compute capability " + std::to_string(d.major) + "." + std::to_string(d.minor) +
+           ", this kernel is for " + std::to_string(model::compute_capability / 10) + "." +
+           std::to_string(model::compute_capability % 10) + " only");
+  if (d.multiProcessorCount < kGrid)
+    refuse("shows this process " + std::to_string(d.multiProcessorCount) + " SMs, and the kernel needs " +
+           std::to_string(kGrid) +
+           ", one for each of its blocks; a MIG slice and an MPS limit (CUDA_MPS_ACTIVE_THREAD_PERCENTAGE) show fewer "
+           "than the "
+           "GPU has");
+  if (!d.cooperativeLaunch) refuse("does not offer cooperative launches, which keep all blocks resident together");
+  if (d.sharedMemPerBlockOptin < sizeof(Shared))
+    refuse("gives a block " + std::to_string(d.sharedMemPerBlockOptin) + " bytes of shared memory, the kernel needs " +
+           std::to_string(sizeof(Shared)));
+  check(cudaFuncSetAttribute(decode_kernel<false>, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)sizeof(Shared)),
+        "giving the kernel its shared memory");
+  int resident = 0;
+  check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, decode_kernel<false>, kThreads, sizeof(Shared)),
+        "asking how many blocks an SM holds");
+  if (resident * d.multiProcessorCount < kGrid)
+    refuse("holds " + std::to_string(resident * d.multiProcessorCount) + " blocks of the kernel at a time, and all " +
+           std::to_string(kGrid) + " must be resident");
+  size_t free = 0, total = 0;
+  check(cudaMemGetInfo(&free, &total), "asking how much GPU memory is free");
+  if (free < bytes)
+    throw Failure(MK_ERR_MEMORY, gpu + " has " + gigabytes(free) + " of " + gigabytes(total) +
+                                     " free, the model needs " + gigabytes(bytes) + " (" + what +
+                                     "); end other programs on the GPU, or build with a smaller limits.context");
+}
+
+// What the SM that reported was waiting for, by phase.
+inline std::string describe(const Report& r, double wait_limit_s) {
+  static const struct {
+    const char *phase, *awaited;
+  } texts[kPhases] = {
+      {"qkv", "the hidden state of the layer before, or its weights"},
+      {"attention", "q, k and v of its heads"},
+      {"combine", "the attention of the other KV splits"},
+      {"output projection", "the attention of all heads, or its weights"},
+      {"router", "the hidden state after attention"},
+      {"choice of experts", "the router's logits"},
+      {"gate/up", "the choice of experts, or their weights"},
+      {"down", "the SwiGLU outputs of all experts, or its weights"},
+      {"head", "the hidden state of the last layer, or its weights"},
+      {"token", "the best token of every SM"},
+  };
+  const auto& t = texts[r.phase < kPhases ? r.phase : 0];
+  char seconds[32];
+  snprintf(seconds, sizeof seconds, "%g", wait_limit_s);
+  std::string text = std::string("a wait of ") + seconds + " s ended: SM " + std::to_string(r.sm) +
+                     " made no progress in phase " + t.phase;
+  // Epochs count layers from 1 on; the head and the token run under the number of the layer that would follow.
+  if (r.phase < kPhaseHead && r.epoch) text += " of layer " + std::to_string((r.epoch - 1) % kLayers);
+  return text + ", waiting for " + t.awaited + "; another program may be using the GPU; load the model again";
+}
+
+}  // namespace mk
