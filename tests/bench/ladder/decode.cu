@@ -1,6 +1,6 @@
 // The whole decode step at the shape of model.h with random weights: correctness of every phase against the slow twins,
 // then speed beside the bound, then where the time goes.
-//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -I csrc/cuda -I tests/bench/ladder \
+//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -I csrc -I csrc/cuda -I tests/bench/ladder \
 //        -o decode tests/bench/ladder/decode.cu
 //   ./decode [context] [log2 of KV splits] [steps]
 #include <algorithm>

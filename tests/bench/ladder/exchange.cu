@@ -1,7 +1,7 @@
 // What one exchange costs: 128 blocks publish 16 float32 each as {value, epoch} words, every block waits for all 2048,
 // round after round; every value is checked. With 1 to 8 copies of the words, each read by a share of the blocks, and
 // beside a stream of weights of 0 to 4 bulk copies of 16 KB under way per SM.
-//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -I csrc/cuda -I tests/bench/ladder -o exchange \
+//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -I csrc -I csrc/cuda -I tests/bench/ladder -o exchange \
 //        tests/bench/ladder/exchange.cu && ./exchange
 #include <cstdio>
 #include <cstdlib>

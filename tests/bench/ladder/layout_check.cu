@@ -1,6 +1,6 @@
 // Needs no GPU: every layout of layout.cuh is a bijection onto its bytes, and the bit places of the NVFP4 codes are
 // those that the kernel's unpacking expects.
-//   nvcc -std=c++20 -I csrc/cuda -I tests/bench/ladder -o layout_check tests/bench/ladder/layout_check.cu &&
+//   nvcc -std=c++20 -I csrc -I csrc/cuda -I tests/bench/ladder -o layout_check tests/bench/ladder/layout_check.cu &&
 //   ./layout_check
 #include <cmath>
 #include <cstdio>

@@ -7,6 +7,8 @@
 namespace ladder {
 using namespace mk;
 
+constexpr float kRopeTheta = 1e6f;
+
 enum Tensor { kQkv, kOut, kRouter, kPair, kDown, kPairScale, kDownScale, kGlobal, kTensors };  // of one layer
 constexpr int kHeadTensor = kLayers * kTensors, kEmbedTensor = kHeadTensor + 1, kNormTensor = kHeadTensor + 2,
               kCacheTensor = kHeadTensor + 3;
