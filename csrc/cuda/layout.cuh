@@ -1,5 +1,5 @@
-// Where every byte of the packed weights, the KV cache and the exchange buffers lies. docs/cuda-notes.md, "CUDA tile
-// layout", tells the same in words; the packer, the kernel and the tests all go through these functions.
+// Where every byte of the packed weights, the KV cache and the exchange buffers lies. docs/CUDA.md, "CUDA tile layout",
+// tells the same in words; the packer, the kernel and the tests all go through these functions.
 #pragma once
 #include <cstdint>
 #include "model.h"
