@@ -25,21 +25,22 @@ class Sampler {
     // Relative to the highest before the division, or a tiny temperature would make infinities of them.
     const float top = *std::max_element(logits, logits + m::vocab_size);
     for (int i = 0; i < m::vocab_size; i++) candidates_.push_back({(logits[i] - top) / r.temperature, i});
-    bool sorted = false;
+    bool ordered = true;
     if (r.top_k > 0 && r.top_k < m::vocab_size) {
       std::nth_element(candidates_.begin(), candidates_.begin() + r.top_k - 1, candidates_.end(), before);
       candidates_.resize(static_cast<size_t>(r.top_k));
+      ordered = false;
     }
     if (r.top_p < 1.0f) {
       keep_nucleus(r.top_p);
-      sorted = true;
+      ordered = true;
     }
     if (r.min_p > 0.0f) {
       const float floor = std::log(r.min_p);
       std::erase_if(candidates_, [&](const Candidate& c) { return c.logit < floor; });
     }
     // Lowest id first unless a nucleus ordered them: the walk's order decides what a draw means.
-    if (!sorted) std::sort(candidates_.begin(), candidates_.end(), [](auto& a, auto& b) { return a.token < b.token; });
+    if (!ordered) std::sort(candidates_.begin(), candidates_.end(), [](auto& a, auto& b) { return a.token < b.token; });
     weigh();
     double target = draw(r.seed, static_cast<uint64_t>(position)) * total(candidates_.size());
     for (size_t i = 0; i < candidates_.size(); i++) {
