@@ -1,7 +1,7 @@
 """`mkpack bench`: speed of an artifact on this machine, beside the time its bytes take at the memory's own speed.
 
 Decode is measured after filling the cache to a context, prefill while filling it. Both are medians of several runs; the
-bandwidth is that of the same threads over the same weights, the best of the passes before and after.
+bandwidth is that of the same threads over the same weights, the best of passes before, between and after.
 """
 
 from __future__ import annotations
@@ -90,10 +90,12 @@ def run(path: Path, *, threads: int | None = None, contexts: Sequence[int] | Non
         if too_long := [c for c in contexts or () if c > room]:
             raise UserError(f"context {too_long[0]}: expected at most {room}, {NEW_TOKENS} below the artifact's limit")
         chosen = contexts or [c for c in DEFAULT_CONTEXTS if c <= room] or [max(room, 1)]
-        before = model.read_bandwidth()
+        bandwidth = model.read_bandwidth()
         check = _check(model)
-        timed = [_time(model, c) for c in chosen]
-        bandwidth = max(before, model.read_bandwidth())
+        timed = []
+        for c in chosen:
+            timed.append(_time(model, c))
+            bandwidth = max(bandwidth, model.read_bandwidth())
         return BenchResult(
             artifact=str(path),
             target=model.target,

@@ -34,6 +34,9 @@ Verify = Annotated[bool, typer.Option("--verify/--no-verify", help="Check every 
 def main() -> None:
     """Entry point of the console script. Exit codes: 0 done, 1 mkpack's or the machine's fault, 2 the user's, 130
     stopped by Ctrl-C."""
+    # A shell's >&- leaves no stream at all; what is written is then nobody's loss.
+    sys.stdout = sys.stdout or open(os.devnull, "w")
+    sys.stderr = sys.stderr or open(os.devnull, "w")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a model may say what a terminal cannot show

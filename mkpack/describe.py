@@ -89,7 +89,7 @@ def _producer(m: Manifest) -> str:
     p = m.producer
     commit = f" (commit {p.commit[:12]}{', changed' if p.dirty else ''})" if p.commit else ""
     tools = [f"Python {p.python}", p.torch and f"torch {p.torch}", p.modelopt and f"modelopt {p.modelopt}"]
-    compilers = [f"{tool} {version}" for tool, version in p.compilers.items()]
+    compilers = [v if v.startswith(tool) else f"{tool} {v}" for tool, v in p.compilers.items()]
     return f"mkpack {p.mkpack}{commit}, " + ", ".join([t for t in tools if t] + compilers)
 
 
@@ -114,10 +114,12 @@ def _model(spec: ModelSpec) -> str:
 
 
 def _quality(m: Manifest) -> str:
-    """The report's own figures; what is nested in it (per tensor errors) is for --json."""
+    """The report's figures, and those of the comparison with bf16 where it was made."""
     if m.quality is None:
         return "not measured when it was built"
-    figures = {k: v for k, v in m.quality.items() if isinstance(v, (int, float, str))}
+    end_to_end = m.quality.get("end_to_end")
+    known = {**m.quality, **(end_to_end if isinstance(end_to_end, dict) else {})}
+    figures = {k: v for k, v in known.items() if isinstance(v, (int, float, str))}
     return ", ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in figures.items()) or "see --json"
 
 

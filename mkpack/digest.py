@@ -130,6 +130,8 @@ class Verification:
             if name in self._unusable:
                 found.append(self._unusable[name])
             elif damaged := sorted(self._damaged.get(name, [])):
+                # With `full` the digest of the whole fails too; the chunks say where.
+                damaged = [d for d in damaged if d[1] in entry.chunks] or damaged
                 start, expected, digest = damaged[0]
                 at = (
                     f"{len(damaged)} of {len(entry.chunks)} chunks, the first at byte {start}: " if entry.chunks else ""

@@ -89,7 +89,7 @@ def make_request(
     """mk_request of the options, `defaults` and `room` (tokens that fit) filling in. UserError: all bad values."""
     extra = []
     if max_new_tokens is not None and not (isinstance(max_new_tokens, int) and 1 <= max_new_tokens < 2**31):
-        extra.append(f"max_new_tokens is {max_new_tokens!r}; expected a whole number of at least 1")
+        extra.append(f"max_new_tokens is {max_new_tokens!r}; expected a whole number from 1 to {2**31 - 1}")
     if seed is not None and not (isinstance(seed, int) and 0 <= seed < 2**64):
         extra.append(f"seed is {seed!r}; expected a whole number from 0 to 2**64 - 1")
     given = {

@@ -32,6 +32,8 @@ from mkpack.text import FILES, Decoder, Sampling, Text
 if TYPE_CHECKING:
     import numpy as np
 
+MAX_THREADS = 1024  # csrc/cpu/model.cpp refuses more
+
 Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]
 
 
@@ -69,11 +71,12 @@ def _load(
     limit = manifest.limits.context
     if context is not None and not 1 <= context <= limit:
         found.append(f"context {context}: expected 1 to {limit}, the limit this artifact was built with")
-    if threads is not None and threads < 1:
-        found.append(f"threads {threads}: expected at least 1")
+    if threads is not None and not 1 <= threads <= MAX_THREADS:
+        found.append(f"threads {threads}: expected 1 to {MAX_THREADS}")
     if not wait_limit > 0:
         found.append(f"wait_limit {wait_limit}: expected seconds above 0")
-    small = [*manifest.tokenizer_files, *([manifest.kernels[target].path] if target else [])]
+    # Everything but the weights is checked here: the rest of the artifact is small, and none of it is exempt.
+    small = sorted(manifest.entries.keys() - {entry.path for entry in manifest.weights})
     damaged = {problem.split(": ")[0] for problem in found}
     content = {name: _read(artifact, name, found) for name in small if name not in damaged}
     if found or target is None:
@@ -322,6 +325,13 @@ class Model:
             )
         return ids
 
+    def _more(self) -> str:
+        """How to get a larger context."""
+        limit = self.manifest.limits.context
+        if self.context < limit:
+            return f"ask for a context of up to {limit} (--context)"
+        return "build the artifact with a larger limits.context"
+
     def _job(
         self,
         prompt: Sequence[int],
@@ -334,8 +344,7 @@ class Model:
         ids = self._token_ids(prompt, "the prompt")
         if len(ids) > self.context:
             raise UserError(
-                f"the prompt has {len(ids)} tokens and the context holds {self.context}; shorten the prompt, or build "
-                "the artifact with a larger limits.context"
+                f"the prompt has {len(ids)} tokens and the context holds {self.context}; shorten it, or {self._more()}"
             )
         text = self.text if self.has_text else None
         stops = stop_tokens if stop_tokens is not None else text.stop_tokens if text else ()

@@ -150,7 +150,7 @@ class Text:
         try:
             text.encode()
         except UnicodeEncodeError as error:  # a lone surrogate: how Python reads bytes that are not UTF-8
-            raise UserError(f"the prompt is not valid UTF-8 at character {error.start}") from error
+            raise UserError("the prompt holds bytes that are not valid UTF-8; save or type it as UTF-8") from error
         return list(self.tokenizer.encode(text, add_special_tokens=special).ids)
 
     @property

@@ -371,6 +371,13 @@ def test_a_full_disk_is_one_line() -> None:
     assert err == b"mkpack: error: cannot write to standard output: No space left on device\n"
 
 
+@pytest.mark.parametrize("arguments", [["--version"], ["run", "a.mkpack", "-p", "hi"]])
+def test_a_closed_standard_output_is_no_crash(arguments: list[str]) -> None:
+    command = process(*arguments, stderr=subprocess.PIPE, preexec_fn=lambda: os.close(1))
+    _, err = command.communicate(timeout=20)
+    assert command.returncode == 0 and err == b""
+
+
 def test_a_closed_standard_input_is_no_prompt() -> None:
     command = process("run", "a.mkpack", stderr=subprocess.PIPE, preexec_fn=lambda: os.close(0))
     _, err = command.communicate(timeout=20)

@@ -48,6 +48,14 @@ def test_describe_names_what_is_inside(artifact: Path) -> None:
     assert "sections" not in text
 
 
+def test_quality_shows_the_comparison_with_bf16(artifact: Path) -> None:
+    with open_artifact(artifact) as opened:
+        quality = {"relative_error": 0.09, "end_to_end": {"perplexity": 29.93, "kl_divergence": 0.118}}
+        found = artifacts.manifest(opened.manifest.entries, quality=quality)
+    expected = "quality:    relative_error 0.09, perplexity 29.93, kl_divergence 0.118"
+    assert expected in describe(found).splitlines()
+
+
 def test_random_weights_are_said_to_be(artifact: Path) -> None:
     with open_artifact(artifact) as opened:
         source = {"kind": "dummy", "repo": None, "commit": None, "files": {"config.json": "0" * 64}, "seed": 7}

@@ -74,7 +74,7 @@ def test_all_mismatches_in_one_message(make, monkeypatch, tmp_path):
     assert "tokenizer/generation_config.json: expected " in message
     assert "weights/rank0.bin: missing" in message
     assert "context 65: expected 1 to 64" in message
-    assert "threads 0: expected at least 1" in message
+    assert "threads 0: expected 1 to 1024" in message
     assert "wait_limit 0: " in message
 
 
@@ -112,6 +112,14 @@ def test_a_damaged_kernel_is_not_loaded(make, monkeypatch):
     damage(path, b"worker 3 did not arrive")
     for verify in (True, False):
         assert f"kernels/{TARGET}.so: sha256 expected" in must_not_load(path, monkeypatch, verify=verify)
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_no_file_of_an_artifact_is_exempt_from_its_digest(make, monkeypatch, verify):
+    path = make(HELLO, files={**fake.TOKENIZER_FILES, "LICENSE": b"Do what is right."})
+    damage(path, b"Do what is right.")
+    message = must_not_load(path, monkeypatch, verify=verify, threads=1025)
+    assert "LICENSE: sha256 expected" in message and "threads 1025: expected 1 to 1024" in message
 
 
 def test_a_kernel_of_another_model_is_refused(make):

@@ -154,7 +154,9 @@ __attribute__((visibility("default"))) int32_t mk_create(const mk_options* o, mk
     *out = model.release();
     return MK_OK;
   } catch (const std::exception& e) {
-    return fail(MK_ERR_MEMORY, std::string("cannot allocate the KV cache and buffers: ") + e.what());
+    return fail(MK_ERR_MEMORY, "cannot allocate a KV cache of " + std::to_string(o->context ? o->context : m::context) +
+                                   " positions and start " + std::to_string(threads) + " threads: " + e.what() +
+                                   "; ask for a smaller context or fewer threads");
   }
 }
 
