@@ -148,10 +148,12 @@ def load_recipe(path: Path) -> Recipe:
     try:
         recipe = Recipe.model_validate(document.data, context={"base": Path(path).absolute().parent})
     except ValidationError as error:
-        seen = set()
-        for e in error.errors(include_url=False):
+        errors = error.errors(include_url=False)
+        # A skipped node (bad scalar, alias) is already reported, as are the second error of one key, and a list for
+        # its items: pydantic counts the good ones alone, and then finds too few.
+        seen = {tuple(e["loc"][:i]) for e in errors for i in range(1, len(e["loc"]))}
+        for e in errors:
             where = tuple(e["loc"])
-            # A skipped node (bad scalar, alias) is already reported, as is the second error of one key.
             if where not in seen and where not in document.skipped:
                 seen.add(where)
                 problems.append(_explain(e, where, document))
@@ -159,6 +161,12 @@ def load_recipe(path: Path) -> Recipe:
     if problems or recipe is None:
         raise combine("recipe refused", (f"{path}:{line}: {text}" for line, text in sorted(problems)))
     return recipe
+
+
+def place(path: Path, key: str) -> str:
+    """FILE:LINE: KEY of a key such as "limits.context", for an error about its value that only shows later. The line
+    is that of the nearest section when the key is left out."""
+    return f"{path}:{read_document(path).line(tuple(key.split('.')))}: {key}"
 
 
 def _source_problems(document: Document) -> list[tuple[int, str]]:

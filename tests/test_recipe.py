@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mkpack.errors import UserError
-from mkpack.recipe import Recipe, load_recipe
+from mkpack.recipe import Recipe, load_recipe, place
 
 SMALL = "name: demo\nsource: {folder: model}\n"
 FULL = """\
@@ -144,6 +144,7 @@ BAD = [
     (SMALL + "targets: []\n", [":3: targets", "one or more", "an empty list"]),
     (SMALL + "targets: native\n", [":3: targets", "a list", '"native"']),
     (SMALL + "targets:\n- native\n- sm_90\n", [":5: targets.1", '"sm_90"', 'did you mean "sm_90a"']),
+    (SMALL + "targets: [cuda]\n", [":3: targets.0", '"cuda"']),
     (SMALL + "targets: [native, sm_90a, native]\n", [":3: targets", "native more than once"]),
     ("source: {folder: m}\n", [":1: name: missing key", "file name"]),
     ("name: a\n", [":1: source: missing key", "repo", "folder"]),
@@ -213,6 +214,21 @@ def test_all_mistakes_in_one_message_in_the_order_of_lines(tmp_path: Path) -> No
     found = [line.split(":")[1:3] for line in rest]
     assert [k.strip() for _, k in found[:6]] == keys
     assert [int(line) for line, _ in found] == [1, 3, 4, 5, 7, 8, 9, 9, 9, 10]
+
+
+def test_a_bad_list_is_reported_by_its_items_alone(tmp_path: Path) -> None:
+    message = refusal(tmp_path, SMALL + "targets:\n- cuda\n- 3\n")
+    assert [line.split(": ")[1] for line in message.splitlines()[1:]] == ["targets.0", "targets.1"]
+
+
+def test_a_key_is_found_again_by_its_line(tmp_path: Path) -> None:
+    path = write(tmp_path, FULL)
+    lines = FULL.splitlines()
+    for key in ("source.repo", "limits.context", "quality.text", "parallel.tp", "targets"):
+        line = 1 + next(i for i, row in enumerate(lines) if row.strip().startswith(key.split(".")[-1] + ":"))
+        assert place(path, key) == f"{path}:{line}: {key}"
+    assert place(write(tmp_path, SMALL + "limits: {}\n"), "limits.context") == f"{path}:3: limits.context"
+    assert place(path, "parallel.tp") == f"{path}:1: parallel.tp"  # left out
 
 
 def test_no_file_and_a_folder(tmp_path: Path) -> None:
