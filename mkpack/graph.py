@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,10 +19,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Graph:
-    """name: of the recipe or artifact. The schedule holds: it was checked."""
+    """name: of the recipe or artifact, whose path is `source`. The schedule holds: it was checked."""
 
     name: str
     schedule: Schedule
+    source: Path | None = field(default=None, compare=False)
 
     def bound(self, tokens: int) -> float:
         """Bytes that a step of `tokens` tokens must read, the KV cache left out."""
@@ -79,9 +80,10 @@ class Graph:
         return json.dumps(document, indent=2)
 
     def save_svg(self, path: Path, layer: int = 0) -> None:
-        """Writes the picture of a layer. UserError when the file cannot be written."""
+        """Writes the picture of a layer. UserError when the file cannot be written, or is no picture so far."""
         text = self.svg(layer)
         with os_errors(f"write {path}"):
+            _check_svg(path, self.source)
             path.write_text(text, encoding="utf-8")
 
     def svg(self, layer: int = 0) -> str:
@@ -92,13 +94,26 @@ class Graph:
         return draw(self, layer)
 
 
+def _check_svg(path: Path, source: Path | None) -> None:
+    """UserError when writing a picture to `path` would lose what the picture was not."""
+    if not path.is_file() or not path.stat().st_size:
+        return  # a device and the like lose nothing
+    if source and source.exists() and path.samefile(source):
+        raise UserError(f"cannot write {path}: it is what the picture is drawn from; choose another name")
+    with open(path, "rb") as file:
+        head = file.read(1024).removeprefix(b"\xef\xbb\xbf").lstrip()
+    if not head.startswith((b"<svg", b"<?xml")):
+        raise UserError(f"cannot write {path}: a file that is not an SVG picture is in the way; choose another name")
+
+
 def read(path: Path) -> Graph:
     """The schedule of a recipe (.yaml, .yml) or of an artifact. UserError when it is neither, or of another version."""
     if path.suffix in (".yaml", ".yml"):
         from mkpack import plan as planner
 
         plan = planner.plan(path)
-        return _graph(plan.recipe.name, plan.layout, plan.recipe.limits.context, plan.recipe.limits.tokens_per_step)
+        limits = plan.recipe.limits
+        return _graph(plan.recipe.name, plan.layout, limits.context, limits.tokens_per_step, path)
     from mkpack.artifact import open_artifact
 
     with open_artifact(path) as artifact:
@@ -106,7 +121,7 @@ def read(path: Path) -> Graph:
     layout = _layout(m)
     if layout is None or layout.sections != m.sections:
         raise UserError(f"{path}: its sections are not those of this version of mkpack; rebuild it to see its schedule")
-    return _graph(m.name, layout, m.limits.context, m.limits.tokens_per_step)
+    return _graph(m.name, layout, m.limits.context, m.limits.tokens_per_step, path)
 
 
 def _layout(m: Manifest) -> Layout | None:
@@ -118,10 +133,10 @@ def _layout(m: Manifest) -> Layout | None:
         return None
 
 
-def _graph(name: str, layout: Layout, context: int, tokens: int) -> Graph:
+def _graph(name: str, layout: Layout, context: int, tokens: int, source: Path) -> Graph:
     found = schedule.cpu_schedule(layout.spec, layout.sections, layout.tp, context, tokens)
     schedule.check(found)
-    return Graph(name, found)
+    return Graph(name, found, source)
 
 
 def step_sizes(s: Schedule) -> tuple[int, ...]:

@@ -170,6 +170,21 @@ def test_the_command(recipe, tmp_path, monkeypatch, capsys):
     assert picture.read_text() == graph.read(recipe).svg(3)
 
 
+def test_a_picture_replaces_pictures_only(recipe, tmp_path, monkeypatch, capsys):
+    other, link, picture = tmp_path / "notes.txt", tmp_path / "link.svg", tmp_path / "layer.svg"
+    other.write_text("keep me")
+    link.symlink_to(recipe)
+    before = recipe.read_bytes()
+    for path, said in ((recipe, "drawn from"), (link, "drawn from"), (other, "not an SVG picture")):
+        code, out, err = call(monkeypatch, capsys, recipe, "--svg", path)
+        assert (code, out) == (2, "") and f"cannot write {path}" in err and said in err
+    assert recipe.read_bytes() == before and other.read_text() == "keep me"
+    for old in ("", "<svg/>", "\ufeff <?xml version='1.0'?><svg/>"):
+        picture.write_text(old)
+        assert call(monkeypatch, capsys, recipe, "--svg", picture)[0] == 0
+        assert picture.read_text() == graph.read(recipe).svg(0)
+
+
 def test_mistakes_are_explained(recipe, tmp_path, monkeypatch, capsys):
     code, _, err = call(monkeypatch, capsys, recipe, "--layer", 4)
     assert code == 2 and "--layer 4: this model has the layers 0 to 3" in err
