@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.util
+import itertools
 import json
 import mmap
 import os
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mkpack import __version__, codegen, platform, provenance, quality, quantize
+from mkpack import compile as compiling
 from mkpack.artifact import build_lock, clean_temporaries, open_artifact, write_artifact
 from mkpack.checkpoint import Checkpoint
 from mkpack.compile import Kernel, Unit, compile_kernels
@@ -43,14 +45,15 @@ REFERENCE = "reference"
 def build(
     recipe_path: Path,
     *,
-    output: Path | None = None,
+    output: Path | str | None = None,
     force: bool = False,
     keep_work: bool = False,
     console: Console | None = None,
 ) -> Path:
     """Builds a recipe's artifact and returns its path; an up-to-date one is left as it is unless `force`.
 
-    output: file, or folder to hold NAME.mkpack (default: here). UserError for everything the user can mend.
+    output: file, or folder to hold NAME.mkpack (default: here); text that ends in a slash means a folder. What lies
+    there is replaced only when it is an artifact. UserError for everything the user can mend.
     """
     start = time.monotonic()
 
@@ -61,23 +64,24 @@ def build(
     compiler = platform.compiler()
     if compiler is None:
         raise UserError(platform.no_compiler())
-    path = _output(load_recipe(recipe_path).name, output)
+    _check_libraries()
+    path = _output(recipe_path, output)
     todo = plan(recipe_path, weights=True, progress=console is not None)
     checkpoint = todo.checkpoint
     assert checkpoint is not None
     say(f"source    {todo.source}: {len(todo.roles)} tensors, {todo.spec.family}")
     for note in _notes(todo, checkpoint):
         say(f"note      {note}")
-    digests = checkpoint.digests(expected=todo.sha256)
     producer = provenance.producer(compiler)
-    key = _build_key(todo, digests, producer)
-
     with build_lock(path, lambda: say(f"waiting   for another build of {path}")), os_errors(f"build {path}"):
         clean_temporaries(path)
+        if force or not path.exists():
+            _check_disk(todo, path)  # hashing the source may take long
+        digests = checkpoint.digests(expected=todo.sha256)
+        key = _build_key(todo, digests, producer)
         if not force and _is_current(path, key):
             say(f"current   {path} is up to date")
             return path
-        _check_libraries()
         _check_disk(todo, path)
         with _work_folder(path, keep_work) as work:
             limits = Limits(**todo.recipe.limits.model_dump())
@@ -102,14 +106,18 @@ def build(
     return path
 
 
-def _output(name: str, output: Path | None) -> Path:
-    path = Path.cwd() if output is None else output
+def _output(recipe_path: Path, output: Path | str | None) -> Path:
+    name = load_recipe(recipe_path).name
+    path = Path.cwd() if output is None else Path(output)
+    if isinstance(output, str) and output.endswith("/") and not path.is_dir():
+        raise UserError(f"cannot write into {output}: no such folder; make it first, or name a file without the slash")
     if (path / MANIFEST_NAME).exists():
         raise UserError(f"cannot write {path}: an unpacked artifact is in the way; choose another name")
     if path.is_dir():
         path = path / f"{name}.mkpack"
     if path.is_dir():
         raise UserError(f"cannot write {path}: a folder of that name is in the way; remove it or choose another name")
+    _check_replaceable(path, recipe_path)
     folder = path.absolute().parent
     if not folder.is_dir():
         raise UserError(f"cannot write {path}: the folder {folder} does not exist; make it first")
@@ -121,6 +129,30 @@ def _output(name: str, output: Path | None) -> Path:
     return path
 
 
+def _check_replaceable(path: Path, recipe_path: Path) -> None:
+    """UserError when a file at `path` is something else than an artifact, however old or damaged."""
+    with os_errors(f"write {path}"):
+        if not path.exists():
+            return
+        if path.samefile(recipe_path):
+            raise UserError(f"cannot write {path}: it is the recipe; choose another name with --output")
+        if not path.is_file():
+            raise UserError(f"cannot write {path}: it is not a regular file; choose another name with --output")
+        if not path.stat().st_size:
+            return
+        with open(path, "rb") as file:
+            zipped = file.read(2) == b"PK"
+    if zipped and path.suffix == ".mkpack":
+        return
+    try:
+        open_artifact(path).close()
+    except UserError as e:
+        raise UserError(
+            f"cannot write {path}: a file that is not an artifact is in the way; remove it or choose another name "
+            "with --output"
+        ) from e
+
+
 def _check_libraries() -> None:
     missing = [m for m in ("torch", "modelopt") if importlib.util.find_spec(m) is None]
     if missing:
@@ -128,9 +160,12 @@ def _check_libraries() -> None:
             f"building needs torch and nvidia-modelopt; not installed here: {', '.join(missing)}; "
             "pip install 'mkpack[build]'"
         )
+    compiling._ninja()
 
 
 def _notes(todo: Plan, checkpoint: Checkpoint | Dummy) -> Iterator[str]:
+    if note := todo.tokenizer_note():
+        yield note
     if unused := checkpoint.unused(todo.roles):
         few = ", ".join(unused[:3]) + (", ..." if len(unused) > 3 else "")
         yield f"{len(unused)} tensors of the checkpoint are not part of the model and left out: {few}"
@@ -146,12 +181,18 @@ def _build_key(todo: Plan, digests: dict[str, str], producer: Producer) -> str:
         "recipe": todo.recipe.canonical_text(),
         "commit": todo.commit,
         "source": digests,
+        "license": _license(todo),
         "targets": todo.targets,
         "producer": producer.model_dump(mode="json", exclude={"commit", "dirty"}),
         "csrc": provenance.sources_digest(),
         "quality": todo.quality.tokens if todo.quality else None,
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def _license(todo: Plan) -> str:
+    """Of the recipe, or else of the source: a README.md is not among its digests."""
+    return todo.recipe.license or (todo.checkpoint and todo.checkpoint.license_id) or "unknown"
 
 
 def _is_current(path: Path, key: str) -> bool:
@@ -183,8 +224,8 @@ def _work_folder(path: Path, keep: bool) -> Iterator[Path]:
         yield work
     finally:
         if keep:
-            kept = path.absolute().with_name(f"{path.name}.work")
-            shutil.rmtree(kept, ignore_errors=True)
+            names = itertools.chain([f"{path.name}.work"], (f"{path.name}.work-{i}" for i in itertools.count(2)))
+            kept = next(p for p in map(path.absolute().with_name, names) if not os.path.lexists(p))
             work.rename(kept)
             print(f"work kept in {kept}", file=sys.stderr)
         else:
@@ -294,8 +335,6 @@ def _publish(
     compiled: dict[str, Kernel],
     report: dict[str, Any],
 ) -> None:
-    checkpoint = todo.checkpoint
-    assert checkpoint is not None
     layout = todo.layout
     tokenizer = {f"tokenizer/{n}": p for n, p in todo.tokenizer_files().items()}
     weights = {f"weights/rank-{r}.bin": p for r, p in enumerate(blobs)}
@@ -309,14 +348,13 @@ def _publish(
         "report.json": (json.dumps(report, indent=1, sort_keys=True) + "\n").encode(),
     }
     source = todo.recipe.source
-    license_id = todo.recipe.license or checkpoint.license_id or "unknown"
 
     def manifest(found: dict[str, Entry]) -> Manifest:
         return Manifest(
             format_version=1,
             minimum_runtime=__version__,
             name=todo.recipe.name,
-            license=license_id,
+            license=_license(todo),
             producer=producer,
             source=Source(
                 kind="hub" if source.repo else "dummy" if source.dummy else "folder",

@@ -14,7 +14,7 @@ from mkpack.checkpoint import Checkpoint, is_aux
 from mkpack.errors import UserError, combine
 from mkpack.layout import Layout
 from mkpack.models import model_spec
-from mkpack.recipe import Recipe, load_recipe
+from mkpack.recipe import Recipe, load_recipe, place
 from mkpack.spec import Format, ModelSpec, Precision, TensorRole, tensors
 from mkpack.text import Text
 
@@ -75,9 +75,35 @@ class Plan:
 
     @property
     def memory_bytes(self) -> int:
-        """Peak resident size: tensors that are quantised together as they are read, and of the largest its stored form
-        and the three copies that turn it into tiles; besides, vectors and scales of all layers until they are written.
+        """Peak resident size, of quantising or of measuring the quality.
+
+        Quantising: tensors that are quantised together as they are read, and of the largest its stored form and the
+        three copies that turn it into tiles; besides, vectors and scales of all layers until they are written.
+        Measuring: the blobs and that of the reference, which are mapped and read whole, and what running both takes.
         """
+        return max(self._quantising_bytes, self._measuring_bytes)
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Blobs that are mapped while the quality is measured; the system may drop and read them again."""
+        return self.artifact_bytes + self.quality.reference.nbytes if self.quality else 0
+
+    @property
+    def _measuring_bytes(self) -> int:
+        if self.quality is None:
+            return 0
+        scaled = any(fmt in ("nvfp4", "fp8") for role in self.roles for fmt in self.formats(role))
+        context, tokens = len(self.quality.tokens), self.recipe.limits.tokens_per_step
+        buffers = 0  # keys and values are most of them
+        for layout in (self.layout, self.quality.reference):
+            step = schedule.cpu_schedule(self.spec, layout.sections, layout.tp, context, tokens)
+            buffers += sum(b.nbytes for b in step.buffers if b.scope == "shared")
+        # Both models' logits as float64, and three arrays more for the divergence between them.
+        logits = 5 * 8 * tokens * self.spec.vocab_size
+        return (MODELOPT_BYTES if scaled else TORCH_BYTES) + self.mapped_bytes + buffers + logits
+
+    @property
+    def _quantising_bytes(self) -> int:
         imports = peak = TORCH_BYTES
         for group in groups(self.roles):
             if any(fmt in ("nvfp4", "fp8") for role in group for fmt in self.formats(role)):
@@ -99,6 +125,10 @@ class Plan:
         if role.name == "embed" and self.spec.tie_word_embeddings and not self.layout.tied:
             return [self.layout.precision["embeddings"], self.layout.precision["lm_head"]]
         return [self.layout.format_of(role)]
+
+    def tokenizer_note(self) -> str | None:
+        """What to tell of a source without a tokenizer."""
+        return None if "tokenizer.json" in self.files else "no tokenizer.json: the artifact takes token ids only"
 
     def tokenizer_files(self) -> dict[str, Path]:
         """Files the runtime reads to turn text into tokens and back; config.json for its stop tokens."""
@@ -125,6 +155,7 @@ class Plan:
                 "name": self.recipe.name,
                 "source": self.source,
                 "family": self.spec.family,
+                "tokenizer": self.tokenizer_note() is None,
                 "tensors": len(self.roles),
                 "parameters": sum(map(_elements, self.roles)),
                 "precision": self.layout.precision,
@@ -143,6 +174,9 @@ class Plan:
     def render(self) -> str:
         spec, per_token = self.spec, self.bytes_per_token()
         experts = f", {spec.moe.num_experts} experts top-{spec.moe.top_k}" if spec.moe else ""
+        mapped = ""
+        if self._measuring_bytes > self._quantising_bytes:
+            mapped = f", {self.mapped_bytes / 1e6:,.0f} MB of it the weights mapped to measure the quality"
         rows = {
             "name": self.recipe.name,
             "source": self.source,
@@ -154,12 +188,14 @@ class Plan:
             "weights": ", ".join(f"{k} {v / 1e6:,.1f} MB" for k, v in self.bytes_by_format().items()),
             "artifact": f"{self.artifact_bytes / 1e6:,.1f} MB and a few MB of kernels and tokenizer",
             "disk needed": f"{self.disk_bytes / 1e6:,.1f} MB while building",
-            "peak memory": f"about {self.memory_bytes / 1e6:,.0f} MB, and what the system caches of files",
+            "peak memory": f"about {self.memory_bytes / 1e6:,.0f} MB{mapped}, and what the system caches of files",
             "bound": f"{per_token / 1e6:,.1f} MB read per token: at most {1e11 / per_token:,.1f} tokens/s "
             f"for every 100 GB/s of read bandwidth",
         }
         if spec.tie_word_embeddings and not self.layout.tied:
             rows["head"] = "tied to the embedding, stored a second time because their precisions differ"
+        if note := self.tokenizer_note():
+            rows["note"] = note
         width = max(map(len, rows)) + 2
         return "\n".join(f"{k:<{width}}{v}" for k, v in rows.items())
 
@@ -188,6 +224,9 @@ def plan(recipe_path: Path, weights: bool = False, progress: bool = True) -> Pla
     found = None
     checkpoint: Checkpoint | Dummy | None = None
     if recipe.source.folder:
+        if not recipe.source.folder.is_dir():
+            where = place(recipe_path, "source.folder")
+            raise UserError(f"recipe refused: {where}: no such folder: {recipe.source.folder}; name a checkpoint's")
         checkpoint = Checkpoint.open(recipe.source.folder)
         files, config = _files(checkpoint.folder), checkpoint.config
     elif recipe.source.dummy:
@@ -206,12 +245,14 @@ def plan(recipe_path: Path, weights: bool = False, progress: bool = True) -> Pla
     if checkpoint:
         checkpoint.check(roles)
     targets = _checked_targets(recipe, recipe_path, spec)
+    text = _text(files)
     precision: dict[str, Format] = {p: recipe.precision_of(p) for p in get_args(Precision)}
     try:
         layout = Layout(spec, precision, recipe.parallel.tp, _router_format(checkpoint, roles, config))
-        tokens = _quality_tokens(recipe, files, spec)
-    except UserError as e:
-        raise UserError(f"{recipe_path}: {e}") from e
+    except UserError as e:  # heads that the ranks cannot share
+        where = place(recipe_path, "parallel.tp")
+        raise UserError(f"recipe refused: {where}: {str(e).removeprefix('parallel.tp: ')}") from e
+    tokens = _quality_tokens(recipe, recipe_path, text, spec)
     if found and weights:
         found = fetch_source(found.repo, found.commit, progress=progress)
         checkpoint = Checkpoint.open(found.folder)
@@ -237,30 +278,37 @@ def _prove(layout: Layout, recipe: Recipe, target: str) -> None:
 def _checked_targets(recipe: Recipe, recipe_path: Path, spec: ModelSpec) -> tuple[str, ...]:
     """The targets, "native" resolved. UserError for limits and targets that this model or this machine cannot have."""
     problems = []
+
+    def refuse(key: str, text: str) -> None:
+        problems.append(f"{place(recipe_path, key)}: {text}")
+
     if recipe.limits.context > spec.max_position_embeddings:
-        problems.append(
-            f"limits.context: {recipe.limits.context} positions, but the model has "
-            f"max_position_embeddings {spec.max_position_embeddings}; lower limits.context"
+        refuse(
+            "limits.context",
+            f"{recipe.limits.context} positions, but the model has "
+            f"max_position_embeddings {spec.max_position_embeddings}; lower limits.context",
         )
     if unsupported := [t for t in recipe.targets if t.startswith("sm_")]:
-        problems.append(
-            f"targets: {', '.join(unsupported)}: this version compiles CPU targets only; "
-            f"choose of {', '.join(platform.CPU_TARGETS)}, native"
+        refuse(
+            "targets",
+            f"{', '.join(unsupported)}: this version compiles CPU targets only; "
+            f"choose of {', '.join(platform.CPU_TARGETS)}, native",
         )
     targets: tuple[str, ...] = ()
     try:
         targets = tuple(dict.fromkeys(platform.resolve_target(t) for t in recipe.targets))
     except UserError as e:
-        problems.append(str(e))
+        refuse("targets", str(e))
     if recipe.quality and recipe.source.dummy:
-        problems.append("quality: random weights (source.dummy) have none to measure; remove quality from the recipe")
+        refuse("quality", "random weights (source.dummy) have none to measure; remove quality from the recipe")
     elif recipe.quality and targets and not _runs_here(targets):
-        problems.append(
-            f"quality: none of the targets {', '.join(targets)} runs on this machine, so it cannot be measured "
-            "here; remove quality from the recipe or add a target of this machine"
+        refuse(
+            "quality",
+            f"none of the targets {', '.join(targets)} runs on this machine, so it cannot be measured "
+            "here; remove quality from the recipe or add a target of this machine",
         )
     if problems:
-        raise combine(f"{recipe_path}", problems)
+        raise combine("recipe refused", problems)
     return targets
 
 
@@ -268,16 +316,38 @@ def _runs_here(targets: tuple[str, ...]) -> list[str]:
     return [level for level in platform.cpu_levels() if level in targets]
 
 
-def _quality_tokens(recipe: Recipe, files: dict[str, Path], spec: ModelSpec) -> tuple[int, ...] | None:
+def _text(files: dict[str, Path]) -> Text | None:
+    """The tokenizer, None when the source has none. UserError, naming the file, when the runtime could not read it."""
+    if "tokenizer.json" not in files:
+        return None
+    text = Text({name: path.read_bytes() for name, path in _tokenizer_files(files).items()})
+    try:
+        _ = text.tokenizer, text.stop_tokens
+    except UserError as e:
+        problem = str(e).removesuffix("; build the artifact again")  # the advice to who has but the artifact
+        folder = files["tokenizer.json"].parent
+        raise UserError(f"checkpoint {folder}: {problem}; copy the file again from the source of the checkpoint") from e
+    return text
+
+
+def _quality_tokens(recipe: Recipe, recipe_path: Path, text: Text | None, spec: ModelSpec) -> tuple[int, ...] | None:
     if recipe.quality is None:
         return None
-    text = quality.read_text(recipe.quality.text)
-    tokenizer = Text({name: path.read_bytes() for name, path in _tokenizer_files(files).items()})
-    tokens = quality.tokens_of(text, tokenizer, recipe.quality.tokens, recipe.limits.context)
+    if text is None:
+        where = place(recipe_path, "quality")
+        raise UserError(
+            f"recipe refused: {where}: measuring needs a tokenizer, and the source has no tokenizer.json; remove "
+            "quality from the recipe or add the file"
+        )
+    try:
+        passage = quality.read_text(recipe.quality.text)
+        tokens = quality.tokens_of(passage, text, recipe.quality.tokens, recipe.limits.context)
+    except UserError as e:
+        raise UserError(f"recipe refused: {place(recipe_path, 'quality.text')}: {e}") from e
     if max(tokens) >= spec.vocab_size:
         raise UserError(
-            f"quality: the tokenizer gives the token {max(tokens)}, but vocab_size in config.json is "
-            f"{spec.vocab_size}; tokenizer.json belongs to another model"
+            f"recipe refused: {place(recipe_path, 'quality')}: the tokenizer gives the token {max(tokens)}, but "
+            f"vocab_size in config.json is {spec.vocab_size}; tokenizer.json belongs to another model"
         )
     return tuple(tokens)
 

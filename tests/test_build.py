@@ -361,26 +361,6 @@ def test_without_tools_it_is_said_which(recipe, out, monkeypatch):
     assert "apt-get install g++" in refusal(recipe, out)
 
 
-def test_without_ninja_or_torch_it_is_said(stub, recipe, out, monkeypatch):
-    monkeypatch.setattr(compiling.shutil, "which", lambda name: None if name == "ninja" else str(stub))
-    monkeypatch.setattr(sys, "executable", "/nonexistent/python")
-    assert "ninja is not installed" in refusal(recipe, out)
-    monkeypatch.setattr(builder.importlib.util, "find_spec", lambda name: None)
-    text = refusal(recipe, out)
-    assert "torch, modelopt" in text and "pip install 'mkpack[build]'" in text
-
-
-def test_places_that_cannot_be_written_are_refused_before_the_work(stub, recipe, out, tmp_path, monkeypatch):
-    monkeypatch.setattr(builder, "plan", None)
-    assert "does not exist" in refusal(recipe, tmp_path / "absent" / "x.mkpack")
-    (out / "tiny.mkpack").mkdir()
-    assert "a folder of that name is in the way" in refusal(recipe, out)
-    (out / "tiny.mkpack" / "manifest.json").write_text("{}")
-    assert "an unpacked artifact is in the way" in refusal(recipe, out / "tiny.mkpack")
-    text = refusal(recipe, Path("/proc/tiny.mkpack"))  # where not even root can make a file
-    assert "cannot write /proc/tiny.mkpack" in text and "--output" in text and "\n" not in text
-
-
 def test_what_is_left_out_is_said(stub, recipe, checkpoint, out, capsys):
     change(checkpoint, rotary__inv_freq=families.torch.ones(8))
     (checkpoint / "stray.safetensors").write_bytes(b"")
@@ -435,15 +415,6 @@ def test_a_number_of_ranks_changes_no_bit(tmp_path, out):
             model.reset()
             found[tp] = (tokens, model.step([*prompt, *tokens], 65).tobytes())
     assert found[2] == found[3] == found[4] == found[1]
-
-
-def test_the_working_folder_is_kept_when_asked(stub, recipe, out, capfd):
-    for _ in range(2):
-        build(recipe, output=out, keep_work=True, force=True)
-        work = out / "tiny.mkpack.work"
-        assert names(out) == {"tiny.mkpack", ".tiny.mkpack.lock", work.name}
-        assert str(work) in capfd.readouterr().err
-        assert (work / "rank-0.bin").is_file() and list(work.glob("*/model.h"))
 
 
 def test_the_command_prints_path_or_json(stub, recipe, out):

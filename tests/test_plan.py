@@ -15,7 +15,7 @@ from mkpack import platform, schedule
 from mkpack.artifact import open_artifact
 from mkpack.build import build
 from mkpack.errors import UserError
-from mkpack.plan import groups, plan
+from mkpack.plan import MODELOPT_BYTES, groups, plan
 from mkpack.spec import TensorRole
 
 MIXED = {"experts": "fp8", "attention": "nvfp4", "embeddings": "fp8", "lm_head": "nvfp4", "dense": "nvfp4"}
@@ -64,6 +64,19 @@ def test_disk_for_the_reference_of_the_quality_is_counted(tmp_path):
     assert todo.quality.target in platform.cpu_levels()
 
 
+def test_memory_of_the_quality_counts_what_is_mapped(tmp_path):
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_local_experts": 8, "num_hidden_layers": 8}
+    checkpoint = families.make_checkpoint(tmp_path / "checkpoint", "mixtral", **sizes)
+    without = plan(builds.write_recipe(tmp_path / "recipe.yaml", checkpoint))
+    todo = plan(builds.write_recipe(tmp_path / "recipe.yaml", checkpoint, quality={"tokens": 40}))
+    assert todo.quality and todo.mapped_bytes == todo.artifact_bytes + todo.quality.reference.nbytes > 200e6
+    more = todo.memory_bytes - todo.mapped_bytes - MODELOPT_BYTES
+    assert 2 * 8 * 2 * 40 * 64 < more < 20e6  # at least the keys and values of two models
+    assert f"{todo.mapped_bytes / 1e6:,.0f} MB of it the weights mapped to measure the quality" in todo.render()
+    assert without.mapped_bytes == 0 and without.memory_bytes < todo.memory_bytes - 100e6
+    assert "mapped" not in without.render()
+
+
 def test_memory_grows_with_the_largest_tensors_and_not_with_their_number(tmp_path):
     def needed(**sizes: int) -> int:
         name = "-".join(map(str, sizes.values())) or "plain"
@@ -110,3 +123,43 @@ def test_native_needs_a_compiler_and_says_so(tmp_path, monkeypatch):
     checkpoint = families.make_case(tmp_path / "checkpoint", "mixtral-plain")
     with pytest.raises(UserError, match="target native: CXX is '/nonexistent'"):
         plan(builds.write_recipe(tmp_path / "recipe.yaml", checkpoint))
+
+
+@pytest.mark.parametrize(
+    ("keys", "key", "said"),
+    [
+        ({"limits": {"context": 257}}, "limits.context", "257 positions"),
+        ({"targets": ["sm_90a"]}, "targets", "CPU targets only"),
+        ({"parallel": {"tp": 3}}, "parallel.tp", "3 ranks cannot share"),
+        ({"source": {"folder": "absent"}}, "source.folder", "no such folder"),
+        ({"quality": {"text": "absent.txt"}}, "quality.text", "cannot be read"),
+    ],
+)
+def test_what_this_model_cannot_have_is_named_by_file_line_and_key(tmp_path, keys, key, said):
+    checkpoint = families.make_case(tmp_path / "checkpoint", "mixtral-plain")
+    recipe = builds.write_recipe(tmp_path / "recipe.yaml", checkpoint, **{"targets": ["x86-64-v3"], **keys})
+    lines = recipe.read_text().splitlines()
+    line = 1 + next(i for i, row in enumerate(lines) if row.strip().startswith(key.split(".")[-1] + ":"))
+    with pytest.raises(UserError) as caught:
+        plan(recipe)
+    assert str(caught.value).startswith(f"recipe refused: {recipe}:{line}: {key}: ") and said in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json"])
+def test_a_tokenizer_that_cannot_be_read_is_refused(tmp_path, name):
+    checkpoint = families.make_case(tmp_path / "checkpoint", "mixtral-plain")
+    recipe = builds.write_recipe(tmp_path / "recipe.yaml", checkpoint)
+    (checkpoint / name).write_text("{}" if name == "tokenizer.json" else "[]")
+    with pytest.raises(UserError) as caught:
+        plan(recipe)
+    assert str(checkpoint) in str(caught.value) and name in str(caught.value)
+    assert "build the artifact again" not in str(caught.value)
+
+
+def test_a_source_without_a_tokenizer_is_told(tmp_path):
+    checkpoint = families.make_case(tmp_path / "checkpoint", "mixtral-plain")
+    recipe = builds.write_recipe(tmp_path / "recipe.yaml", checkpoint)
+    note = "no tokenizer.json: the artifact takes token ids only"
+    assert note not in plan(recipe).render() and json.loads(plan(recipe).to_json())["tokenizer"] is True
+    (checkpoint / "tokenizer.json").unlink()
+    assert note in dry_run(recipe) and json.loads(dry_run(recipe, "--json"))["tokenizer"] is False
