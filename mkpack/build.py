@@ -160,7 +160,7 @@ def _check_libraries() -> None:
             f"building needs torch and nvidia-modelopt; not installed here: {', '.join(missing)}; "
             "pip install 'mkpack[build]'"
         )
-    compiling._ninja()
+    compiling.ninja()
 
 
 def _notes(todo: Plan, checkpoint: Checkpoint | Dummy) -> Iterator[str]:

@@ -96,7 +96,8 @@ def _options(
 def build(
     recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML file.")],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="File or folder to write. [default: ./NAME.mkpack]")
+        str | None,  # not a Path, which would forget that a name ended in a slash
+        typer.Option("--output", "-o", metavar="PATH", help="File or folder to write. [default: ./NAME.mkpack]"),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and its costs; build nothing.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Build even when the artifact is up to date.")] = False,

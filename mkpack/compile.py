@@ -62,7 +62,7 @@ def sources() -> Path:
     raise InternalError(f"csrc/ is missing beside {here}; reinstall mkpack")
 
 
-def _ninja() -> str:
+def ninja() -> str:
     beside = Path(sys.executable).with_name("ninja")
     found = str(beside) if beside.is_file() else shutil.which("ninja")
     if not found:
@@ -162,7 +162,7 @@ def compile_kernels(units: Sequence[Unit], folder: Path) -> dict[str, Kernel]:
     (folder / "build.ninja").write_text("\n".join(rules))
     environment = {k: v for k, v in os.environ.items() if k != "NINJA_STATUS"}
     done = subprocess.run(
-        [_ninja(), "-C", str(folder), "--quiet"], capture_output=True, text=True, env=environment, check=False
+        [ninja(), "-C", str(folder), "--quiet"], capture_output=True, text=True, env=environment, check=False
     )
     if done.returncode:
         raise _failure(done.stdout + done.stderr)

@@ -274,7 +274,7 @@ def test_a_disk_that_fills_up_ends_in_one_line(stub, recipe, out):
 
 
 def test_a_compiler_that_fails_ends_the_packing(stub, recipe, out, monkeypatch):
-    monkeypatch.setattr(compiling, "_ninja", lambda: "/bin/false")
+    monkeypatch.setattr(compiling, "ninja", lambda: "/bin/false")
     quantise = builder.quantize.quantise
 
     def slow(tensor, fmt, *, name, scale2=None):

@@ -119,11 +119,11 @@ def _bytes_per_step(spec: str, sections: list[str], tp: int, position: int) -> f
     return 100e6 + position
 
 
-def _build(recipe: Path, output: Path | None, force: bool, keep_work: bool, console: Any) -> Path:
+def _build(recipe: Path, output: str | None, force: bool, keep_work: bool, console: Any) -> Path:
     if not recipe.exists():
         raise UserError(f"{recipe}: no such file")
     console.print("step 1 of 1")
-    path = output or recipe.with_suffix(".mkpack")
+    path = Path(output) if output else recipe.with_suffix(".mkpack")
     path.write_bytes(b"12345")
     return path
 
@@ -491,6 +491,15 @@ def test_build(call: Any, tmp_path: Path) -> None:
     assert (code, out) == (0, f"{tmp_path / 'r.mkpack'}\n") and "step 1 of 1" in err
     code, out, _ = call("build", str(recipe), "--output", str(tmp_path / "o.mkpack"), "--json")
     assert json.loads(out) == {"artifact": str(tmp_path / "o.mkpack"), "bytes": 5}
+
+
+def test_a_folder_that_is_not_there_is_no_file_name(tmp_path: Path) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("name: a\nsource: {folder: none}\n")
+    command = process("build", str(recipe), "-o", f"{tmp_path}/new/", played=False, stderr=subprocess.PIPE)
+    _, err = command.communicate(timeout=60)
+    assert command.returncode == 2 and b"/new/: no such folder; make it first" in err
+    assert not (tmp_path / "new").exists()
 
 
 def test_dry_run_builds_nothing(call: Any, tmp_path: Path) -> None:
