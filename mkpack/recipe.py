@@ -90,7 +90,7 @@ class Limits(_Strict):
 class Quality(_Strict):
     """Perplexity and KL divergence against bf16 are measured on the first `tokens` tokens of `text` (default: ours)."""
 
-    text: FilePath | None = Field(default=None, description="the path of a text file")
+    text: Annotated[FilePath | None, NotEmpty] = Field(default=None, description="the path of a text file")
     tokens: int = Field(default=512, ge=2, description="a whole number of at least 2")
 
 
