@@ -7,7 +7,7 @@ it, where the format has one, a `.scale` section holds float32 per tile (nvfp4) 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -241,8 +241,3 @@ class Layout:
             down.append([self._split(x + "down", spec.hidden_size, r, outer * e) for e, x in enumerate(prefixes)])
         self._matrix(p + "gate_up", fmt, spec.hidden_size, 2 * inner * len(prefixes), gate_up)
         self._matrix(p + "down", fmt, n, outer * len(prefixes), down)
-
-
-def matrix_sections(layout: Layout) -> Iterator[Section]:
-    """The sections that hold tiles, in blob order."""
-    return (s for s in layout.sections if s.cols > 1)

@@ -67,7 +67,6 @@ constexpr int kMaxTokens = m::tokens_per_step;
 constexpr int kMaxSlots = round_tokens(kMaxTokens);
 constexpr int kMaxActive = std::min(kExperts, kMaxTokens * std::max(m::top_k, 1));
 constexpr int kChunk = m::attention_chunk;  // positions of one attention work item
-constexpr int kMaxChunks = static_cast<int>(ceil_div(m::context, kChunk));
 constexpr int kHeads = m::ranks * m::q_heads;
 constexpr int kKvHeads = m::ranks * m::kv_heads;
 constexpr int kGroupHeads = m::q_heads / m::kv_heads;
