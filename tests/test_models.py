@@ -303,7 +303,6 @@ def test_unknown_model_type_names_the_nearest_and_the_supported() -> None:
 
 BAD_FOR_BOTH = [
     ({"hidden_act": "gelu"}, ["hidden_act", "'gelu'", "'silu'"]),
-    ({"quantization_config": {"quant_method": "fp8"}}, ["quantization_config", "fp8", "pre-quantised"]),
     ({"num_key_value_heads": 5}, ["num_attention_heads = 32", "num_key_value_heads = 5"]),
     ({"head_dim": 17}, ["head_dim", "even", "17"]),
     ({"head_dim": ..., "hidden_size": 100}, ["head_dim is missing", "100"]),

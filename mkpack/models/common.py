@@ -130,13 +130,6 @@ def decoder_fields(c: Config, default_theta: float) -> dict[str, Any]:
 
     default_theta: the family's rope_theta where config.json has none.
     """
-    quantisation = c.get("quantization_config", "compression_config")
-    if quantisation is not None:
-        method = quantisation.get("quant_method", "unknown") if isinstance(quantisation, dict) else quantisation
-        c.refuse(
-            f"quantization_config is present (quant_method {method}): this version does not accept pre-quantised "
-            "checkpoints; expected the original float32, bfloat16 or float16 one"
-        )
     for name, accepted in _NEUTRAL.items():
         c.expect(name, *accepted)
     c.expect("hidden_act", "silu")
