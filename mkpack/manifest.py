@@ -15,6 +15,7 @@ from mkpack.spec import Format, ModelSpec, Precision
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
+SIGNATURE_NAME = "model.sig"  # beside the entries of a folder; it cannot be one, since it signs the list of them
 CHUNK = 32 << 20  # bytes of an entry covered by one chunk digest
 WEIGHTS_ALIGNMENT = 4096
 MAX_NAME = 200
@@ -179,9 +180,13 @@ class Manifest(_Frozen):
     def _contradictions(self) -> Iterator[str]:
         if MANIFEST_NAME in self.entries:
             yield f"entries lists {MANIFEST_NAME}, which cannot hold its own digest"
+        if SIGNATURE_NAME in self.entries:
+            yield f"entries lists {SIGNATURE_NAME}, the name of a signature over them"
         ranks = [w.rank for w in self.weights]
         if len(ranks) != self.tp or ranks != list(range(len(ranks))):
             yield f"weights: expected ranks 0 to {self.tp - 1} in order, found {shown(ranks)}"
+        if len({w.nbytes for w in self.weights}) > 1:  # a kernel is told one size, and reads that much of every blob
+            yield f"weights: every rank has as many bytes, found {shown([w.nbytes for w in self.weights])}"
         for w in self.weights:
             if w.path in self.entries and self.entries[w.path].size != w.nbytes:
                 yield f"weights of rank {w.rank}: {w.nbytes} bytes here, {self.entries[w.path].size} in entries"

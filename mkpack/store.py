@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mkpack.container import MAX_ENTRIES, names_problems, read_zip
 from mkpack.errors import UserError
-from mkpack.manifest import MANIFEST_NAME, MAX_NAME, name_problem, shown
+from mkpack.manifest import MANIFEST_NAME, MAX_NAME, SIGNATURE_NAME, name_problem, shown
 
 
 class ZipStore:
@@ -69,7 +69,8 @@ class FolderStore:
         with os.scandir(folder) as found:
             for item in sorted(found, key=lambda f: f.name):
                 name = prefix + item.name
-                if item.name.startswith("."):  # no entry: downloads and desktops leave such files
+                # No entries: downloads and desktops leave such files; the signature is read by sign.py alone.
+                if item.name.startswith(".") or name == SIGNATURE_NAME:
                     continue
                 self._seen += 1
                 if self._seen > MAX_ENTRIES:
