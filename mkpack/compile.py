@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -170,10 +171,19 @@ def compile_kernels(units: Sequence[Unit], folder: Path) -> dict[str, Kernel]:
 
 
 def _kernel(unit: Unit, compiler: platform.Compiler, path: Path) -> Kernel:
+    library = path.read_bytes()
+    requires = {"system": "linux", **_libc(library)}
     if unit.target not in CUDA_TARGETS:
-        return Kernel(path, compiler.version, {"cpu": unit.target, "system": "linux"})
-    resources = cubin.report(path.read_bytes(), path.with_name("ptxas.log").read_text())
-    return Kernel(path, f"nvcc {compiler.version}", {"gpu": unit.target, "system": "linux"}, resources)
+        return Kernel(path, compiler.version, {"cpu": unit.target, **requires})
+    resources = cubin.report(library, path.with_name("ptxas.log").read_text())
+    return Kernel(path, f"nvcc {compiler.version}", {"gpu": unit.target, **requires}, resources)
+
+
+def _libc(library: bytes) -> dict[str, object]:
+    """{"glibc": oldest version that has every symbol the library asks for}, by the version names in its string table."""
+    found = re.findall(rb"\0GLIBC_([0-9]+(?:\.[0-9]+)+)(?=\0)", library)
+    newest = max((tuple(int(n) for n in version.split(b".")) for version in found), default=None)
+    return {"glibc": ".".join(map(str, newest))} if newest else {}
 
 
 def _failure(output: str) -> Exception:

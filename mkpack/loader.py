@@ -13,7 +13,6 @@ import hashlib
 import json
 import operator
 import os
-import sys
 import weakref
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from types import TracebackType
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from mkpack import platform
 from mkpack.artifact import Artifact, open_artifact
+from mkpack.compat import choose_target
 from mkpack.digest import Verification
 from mkpack.errors import UserError, combine
 from mkpack.generation import STOP_REASONS, GenerateOptions, Generation, Job, Result, make_request
@@ -105,27 +105,6 @@ def _load(
     files = {os.path.basename(name): content[name] for name in manifest.tokenizer_files}
     files = {name: data for name, data in files.items() if name in FILES}
     return Model(artifact, native, target, positions, files, digests)
-
-
-def choose_target(manifest: Manifest) -> tuple[str | None, list[str]]:
-    """The best of the artifact's kernels that this machine runs, or None and why there is none."""
-    if sys.platform != "linux":
-        return None, [f"kernels are for Linux, this is {sys.platform}; run the artifact on Linux"]
-    levels = platform.cpu_levels()
-    for level in levels:
-        if level in manifest.kernels:
-            return level, []
-    has, machine = ", ".join(sorted(manifest.kernels)) or "none", platform.machine()
-    wanted = [target for target in platform.CPU_TARGETS if target in manifest.kernels]
-    problem = f"no kernel for this machine: the artifact has {has}, "
-    if machine not in ("x86_64", "AMD64"):
-        problem += f"all for other architectures than this {machine}"
-    elif wanted:
-        missing = ", ".join(platform.missing_features(wanted[-1]))
-        problem += f"and {wanted[-1]} needs {missing}, which this CPU lacks"
-    else:
-        problem += "none of which is for CPUs"
-    return None, [f"{problem}; rebuild it with a target that runs here ({', '.join(levels) or 'mkpack has none yet'})"]
 
 
 def _read(artifact: Artifact, name: str, found: list[str]) -> bytes:

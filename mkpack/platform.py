@@ -34,6 +34,23 @@ class Gpu:
 
 
 @dataclass(frozen=True)
+class CudaDevice:
+    """One GPU that CUDA shows to this process. capability: "9.0"."""
+
+    name: str
+    capability: str
+    multiprocessors: int
+
+
+@dataclass(frozen=True)
+class CudaDriver:
+    """NVIDIA's driver as a process sees it: the CUDA release it is for ("13.0"), and its GPUs."""
+
+    cuda: str
+    devices: tuple[CudaDevice, ...]
+
+
+@dataclass(frozen=True)
 class Compiler:
     """A compiler that runs. command: how to call it ($CXX may hold a launcher); version: the first line it prints."""
 
@@ -157,6 +174,37 @@ def gpus() -> list[Gpu]:
             name, capability, memory, driver = words
             found.append(Gpu(name, capability, int(memory) << 20 if memory.isdigit() else None, driver))
     return found
+
+
+def cuda_driver() -> CudaDriver | None:
+    """What libcuda.so.1 says of itself and of the GPUs this process may use; None without a working driver.
+
+    Unlike gpus() it heeds CUDA_VISIBLE_DEVICES. Never raises.
+    """
+    import ctypes
+
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+        number, name = ctypes.c_int(), ctypes.create_string_buffer(256)
+
+        def ask(function: str, *words: object) -> int:
+            if getattr(cuda, function)(ctypes.byref(number), *words):
+                raise OSError(f"{function} failed")
+            return number.value
+
+        if cuda.cuInit(0):
+            return None
+        release = ask("cuDriverGetVersion")
+        devices = []
+        for i in range(ask("cuDeviceGetCount")):
+            device = ask("cuDeviceGet", i)
+            cuda.cuDeviceGetName(name, len(name), device)
+            # The numbers are CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MINOR and _MULTIPROCESSOR_COUNT.
+            major, minor, count = (ask("cuDeviceGetAttribute", attribute, device) for attribute in (75, 76, 16))
+            devices.append(CudaDevice(name.value.decode(errors="replace"), f"{major}.{minor}", count))
+    except (OSError, AttributeError):
+        return None
+    return CudaDriver(f"{release // 1000}.{release % 1000 // 10}", tuple(devices))
 
 
 def compiler() -> Compiler | None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import kernels
 import pytest
@@ -41,11 +43,18 @@ def built(tmp_path_factory):
     return compile_kernels([unit("x86-64-v3"), unit("x86-64-v4")], folder)
 
 
+def newest_glibc(library: Path) -> str:
+    """The newest GLIBC_ version a library asks for, by objdump."""
+    text = subprocess.run(["objdump", "-T", library], check=True, capture_output=True, text=True).stdout
+    versions = {tuple(map(int, v.split("."))) for v in re.findall(r"GLIBC_([0-9.]+)", text)}
+    return ".".join(map(str, max(versions)))
+
+
 def test_every_target_is_built_and_described(built):
     assert built.keys() == {"x86-64-v3", "x86-64-v4"}
     for target, kernel in built.items():
         assert kernel.path.is_file()
-        assert kernel.requires == {"cpu": target, "system": "linux"}
+        assert kernel.requires == {"cpu": target, "system": "linux", "glibc": newest_glibc(kernel.path)}
         assert kernel.compiler == platform.compiler().version
         assert f'"target": "{target}"'.encode() in kernel.path.read_bytes()
 

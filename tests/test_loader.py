@@ -67,9 +67,9 @@ def test_all_mismatches_in_one_message(make, monkeypatch, tmp_path):
     monkeypatch.setattr(platform, "cpu_levels", lambda: ["x86-64-v3"])
     monkeypatch.setattr(platform, "missing_features", lambda level: ["avx512f", "avx512bw"])
     message = must_not_load(folder, monkeypatch, context=65, threads=0, wait_limit=0)
-    assert f"cannot load {folder}: 7 problems" in message
-    assert "the artifact has x86-64-v4, and x86-64-v4 needs avx512f, avx512bw, which this CPU lacks" in message
-    assert "runs here (x86-64-v3)" in message
+    assert f"cannot load {folder}: 8 problems" in message
+    assert "the artifact has x86-64-v4; it needs a target that runs here (x86-64-v3)" in message
+    assert "x86-64-v4 needs avx512f, avx512bw, which this CPU lacks" in message
     assert "tokenizer/tokenizer.json: sha256 expected" in message
     assert "tokenizer/generation_config.json: expected " in message
     assert "weights/rank0.bin: missing" in message
@@ -88,11 +88,13 @@ def test_the_best_kernel_of_this_machine_is_chosen(make, monkeypatch):
 
 def test_wrong_architecture_and_gpu_only(make, monkeypatch):
     path = make(HELLO, targets=("sm_90a",))
-    assert "the artifact has sm_90a, none of which is for CPUs" in must_not_load(path, monkeypatch)
+    monkeypatch.setattr(platform, "cuda_driver", lambda: None)
+    assert "sm_90a needs an NVIDIA GPU of compute capability 9.0" in must_not_load(path, monkeypatch)
     monkeypatch.setattr(platform, "cpu_levels", lambda: [])
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     message = must_not_load(make(HELLO), monkeypatch)
-    assert f"the artifact has {TARGET}, all for other architectures than this aarch64" in message
+    assert f"the artifact has {TARGET};" in message
+    assert f"{TARGET} is for x86-64, this machine is aarch64" in message
 
 
 def test_another_system(make, monkeypatch):
