@@ -180,7 +180,7 @@ def _kernel(unit: Unit, compiler: platform.Compiler, path: Path) -> Kernel:
 
 
 def _libc(library: bytes) -> dict[str, object]:
-    """{"glibc": oldest version that has every symbol the library asks for}, by the version names in its string table."""
+    """{"glibc": the oldest with every symbol the library asks for}, by the version names in its string table."""
     found = re.findall(rb"\0GLIBC_([0-9]+(?:\.[0-9]+)+)(?=\0)", library)
     newest = max((tuple(int(n) for n in version.split(b".")) for version in found), default=None)
     return {"glibc": ".".join(map(str, newest))} if newest else {}
