@@ -253,20 +253,20 @@ def _pack(
         for group in _progress(list(groups(todo.roles)), console):
             if kernels.done():
                 kernels.result()
-            read = [checkpoint.read(role.source) for role in group]
+            read = [checkpoint.read(role.source, role.part) for role in group]
             shared = None
             for role, tensor in zip(group, read, strict=True):
                 for fmt in todo.formats(role):
                     if fmt == "nvfp4" and len(group) > 1 and shared is None:
-                        shared = quantize.tensor_scale(*read, names=[r.source for r in group])
-                    q = quantize.quantise(tensor, fmt, name=role.source, scale2=shared)
+                        shared = quantize.tensor_scale(*read, names=[r.label for r in group])
+                    q = quantize.quantise(tensor, fmt, name=role.label, scale2=shared)
                     writer.put(role.name, q, fmt)
                     if role.precision:
                         # The second format of a tied embedding is that of the head.
                         errors["lm_head" if role.name in errors else role.name] = quantize.tensor_error(q, tensor)
                 if plain:
                     fmt = plain.layout.format_of(role)
-                    plain.put(role.name, quantize.quantise(tensor, fmt, name=role.source), fmt)
+                    plain.put(role.name, quantize.quantise(tensor, fmt, name=role.label), fmt)
     total = sum(errors.values(), quantize.ErrorStats())
     tensors = {name: round(e.relative, 6) for name, e in errors.items()}
     return paths, {"relative_error": round(total.relative, 6), "tensors": tensors}

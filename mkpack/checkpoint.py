@@ -11,7 +11,7 @@ import re
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from mkpack.errors import UserError, combine, nearest
 from mkpack.shard import LFS_POINTER, lfs_problem, load_json, read_header
 from mkpack.shard import TensorInfo as TensorInfo
-from mkpack.spec import TensorRole
+from mkpack.spec import SourcePart, TensorRole
 
 if TYPE_CHECKING:
     import numpy as np
@@ -127,13 +127,14 @@ class Checkpoint:
     def check(self, roles: Iterable[TensorRole]) -> None:
         """Refuse, in one UserError, every tensor that `roles` need and that is absent or has another shape or dtype."""
         missing, shapes, dtypes = [], [], []
-        for role in roles:
+        # Of the roles that share a fused tensor, one speaks for all.
+        for role in {role.source: role for role in roles}.values():
             info = self.tensors.get(role.source)
             if info is None:
-                missing.append(f'"{role.source}" is missing, expected shape {list(role.shape)}')
+                missing.append(f'"{role.source}" is missing, expected shape {list(role.source_shape)}')
                 continue
-            if info.shape != role.shape:
-                expected = f"expected shape {list(role.shape)} by config.json"
+            if info.shape != role.source_shape:
+                expected = f"expected shape {list(role.source_shape)} by config.json"
                 shapes.append(f'"{role.source}" in {info.file}: {expected}, found {list(info.shape)}')
             if info.dtype not in SUPPORTED_DTYPES:
                 dtypes.append(f'"{role.source}" in {info.file}: expected dtype {_SUPPORTED}, found {info.dtype}')
@@ -144,19 +145,27 @@ class Checkpoint:
         """Names of the tensors that no role needs, sorted."""
         return sorted(self.tensors.keys() - {role.source for role in roles})
 
-    def read(self, name: str) -> torch.Tensor:
-        """One tensor, in the checkpoint's own dtype (float32, float16 or bfloat16) and shape, in memory of its own."""
+    def read(self, name: str, part: SourcePart | None = None) -> torch.Tensor:
+        """One tensor, or a part of it, in the checkpoint's own dtype (float32, float16 or bfloat16), in memory of its
+        own."""
         import torch
 
         # numpy has no bfloat16: its bits are viewed, which copies nothing.
-        data = torch.from_numpy(self.read_numpy(name))
+        data = torch.from_numpy(self.read_numpy(name, part))
         return data.view(torch.bfloat16) if self.tensors[name].dtype == "BF16" else data
 
-    def read_numpy(self, name: str) -> np.ndarray:
-        """One tensor without torch: F32 as float32, F16 as float16, BF16 as its bits in uint16."""
+    def read_numpy(self, name: str, part: SourcePart | None = None) -> np.ndarray:
+        """One tensor, or a part of it, without torch: F32 as float32, F16 as float16, BF16 as its bits in uint16."""
+        import numpy as np
+
         info = self._readable(name)
         dtype = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}[info.dtype]
-        return self._bytes(info).view(dtype).reshape(info.shape)
+        if part is None:
+            return self._bytes(info).view(dtype).reshape(info.shape)
+        # Only the expert's bytes are read; they lie together.
+        size = info.nbytes // part.whole[0]
+        one = replace(info, shape=part.whole[1:], offset=info.offset + part.index * size, nbytes=size)
+        return np.ascontiguousarray(part.of(self._bytes(one).view(dtype).reshape(one.shape)))
 
     def aux_files(self) -> dict[str, Path]:
         """Tokenizer, chat template, generation defaults and licence files that are there, by name."""

@@ -22,7 +22,7 @@ import numpy as np
 from mkpack.errors import UserError
 from mkpack.models import model_spec
 from mkpack.shard import LFS_POINTER, TensorInfo, lfs_problem, load_json
-from mkpack.spec import ModelSpec, TensorRole, tensors
+from mkpack.spec import ModelSpec, SourcePart, TensorRole, tensors
 
 if TYPE_CHECKING:
     import torch
@@ -71,15 +71,17 @@ class Dummy:
         bf16 = (config.get("dtype") or config.get("torch_dtype")) == "bfloat16"
         dtype, width = ("BF16", 2) if bf16 else ("F32", 4)
         roles = list(tensors(spec, names))
-        infos = (TensorInfo(r.source, dtype, r.shape, path.name, 0, math.prod(r.shape) * width) for r in roles)
+        infos = (
+            TensorInfo(r.source, dtype, r.source_shape, path.name, 0, math.prod(r.source_shape) * width) for r in roles
+        )
         distributions = {r.source: _distribution(r, spec) for r in roles}
         return cls(path, seed, config, {t.name: t for t in infos}, hashlib.sha256(text).hexdigest(), distributions)
 
     def check(self, roles: Iterable[TensorRole]) -> None:
         """ValueError for a role that this config.json does not have: roles and tensors come from the same one."""
         for role in roles:
-            if role.source not in self.tensors or self.tensors[role.source].shape != role.shape:
-                raise ValueError(f"{role.source} {role.shape} is not a tensor of {self.path}")
+            if role.source not in self.tensors or self.tensors[role.source].shape != role.source_shape:
+                raise ValueError(f"{role.source} {role.source_shape} is not a tensor of {self.path}")
 
     def unused(self, roles: Iterable[TensorRole]) -> list[str]:
         """Names of the tensors that no role needs, sorted."""
@@ -94,18 +96,19 @@ class Dummy:
         of it, so `expected` has no effect."""
         return {"config.json": self.sha256}
 
-    def read(self, name: str) -> torch.Tensor:
-        """One tensor, bfloat16 or float32 as `tensors` says, in memory of its own."""
+    def read(self, name: str, part: SourcePart | None = None) -> torch.Tensor:
+        """One tensor, or a part of it, bfloat16 or float32 as `tensors` says, in memory of its own."""
         import torch
 
-        values = torch.from_numpy(self.read_bits(name)).view(torch.bfloat16)
+        values = torch.from_numpy(self.read_bits(name, part)).view(torch.bfloat16)
         return values if self.tensors[name].dtype == "BF16" else values.float()
 
-    def read_bits(self, name: str) -> np.ndarray:
-        """The bfloat16 bits of one tensor: uint16, of its shape."""
-        shape = self.tensors[name].shape
+    def read_bits(self, name: str, part: SourcePart | None = None) -> np.ndarray:
+        """The bfloat16 bits of one tensor, or of a part of it, which has a stream of its own: uint16, of its shape."""
+        shape = part.shape if part else self.tensors[name].shape
         table = _table(*self.distributions[name])
-        key = int.from_bytes(hashlib.sha256(f"{self.seed} {name}".encode()).digest(), "little")
+        stream_name = f"{name} {part.index} {part.rows.start}" if part else name
+        key = int.from_bytes(hashlib.sha256(f"{self.seed} {stream_name}".encode()).digest(), "little")
         bits = np.empty(math.prod(shape), np.uint16)
 
         def fill(start: int) -> None:
@@ -129,6 +132,11 @@ def _distribution(role: TensorRole, spec: ModelSpec) -> tuple[float, float]:
     """
     part = role.name.rsplit(".", 1)[-1]
     if len(role.shape) == 1:
+        if part == "sinks" or part.endswith("_residual_gate"):
+            return 0.0, 0.1
+        # Stored as the difference from 1 where norms are centered, and always by those after the MLP and the experts.
+        if part in ("mlp_out_norm", "expert_norm") or (spec.centered_norms and part != "final_norm"):
+            return 0.0, 0.1
         return (0.0, 0.02) if part.endswith("_bias") else (2.0, 0.2) if part == "q_norm" else (1.0, 0.1)
     if part == "embed" and not spec.tie_word_embeddings:
         return 0.0, 1.0
