@@ -10,7 +10,7 @@ namespace mk {
 
 constexpr int kCopyBytes = 16384, kCopySlots = 8;
 __global__ void read_all(const uint8_t* src, int64_t pages_per_block) {
-  extern __shared__ __align__(128) uint8_t buffer[];
+  MK_DYNAMIC_SHARED(buffer);
   __shared__ uint64_t full[kCopySlots];
   for (int i = 0; i < kCopySlots; i++) mbarrier_init(smem_address(&full[i]), 1);
   mbarrier_init_fence();
@@ -27,7 +27,7 @@ __global__ void read_all(const uint8_t* src, int64_t pages_per_block) {
 }
 // Bytes per second, median of five passes over `bytes` bytes; 0 when the device fails.
 inline double read_bandwidth(const uint8_t* src, size_t bytes) {
-  const int64_t pages = bytes / kCopyBytes / kGrid;
+  int64_t pages = bytes / kCopyBytes / kGrid;
   cudaFuncSetAttribute(read_all, cudaFuncAttributeMaxDynamicSharedMemorySize, kCopyBytes * kCopySlots);
   std::vector<float> ms;
   cudaEvent_t a, b;
@@ -35,7 +35,8 @@ inline double read_bandwidth(const uint8_t* src, size_t bytes) {
   cudaEventCreate(&b);
   for (int i = 0; i < 6; i++) {
     cudaEventRecord(a);
-    read_all<<<kGrid, 1, kCopyBytes * kCopySlots>>>(src, pages);
+    void* args[] = {&src, &pages};
+    cudaLaunchKernel(read_all, kGrid, 1, args, kCopyBytes * kCopySlots, 0);
     cudaEventRecord(b);
     float t;
     if (cudaEventSynchronize(b) != cudaSuccess || cudaEventElapsedTime(&t, a, b) != cudaSuccess) break;

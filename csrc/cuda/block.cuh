@@ -125,7 +125,7 @@ __device__ __forceinline__ void rehearse(Run&& run) {
 #pragma unroll 1
   for (int pass = 0; pass < 2; pass++) {
     int real = pass;
-    asm volatile("" : "+r"(real));
+    forget(real);
     run(real != 0);
   }
 }

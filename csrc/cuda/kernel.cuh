@@ -17,7 +17,7 @@ constexpr int kProducers = 128, kThreads = kProducers + kTeam;
 
 template <bool kDebug>
 __global__ void __launch_bounds__(kThreads, 1) decode_kernel(__grid_constant__ const Params p, uint32_t zero) {
-  extern __shared__ uint8_t raw[];
+  MK_DYNAMIC_SHARED(raw);
   Shared& s = *(Shared*)raw;
   const int sm = blockIdx.x, tid = threadIdx.x, warp = __shfl_sync(~0u, tid / 32, 0);
   if (tid == 0) {
@@ -37,19 +37,19 @@ __global__ void __launch_bounds__(kThreads, 1) decode_kernel(__grid_constant__ c
   __syncthreads();
   Block b{p, s, sm, warp - kProducers / 32, tid % 32, tid - kProducers, zero, p.first_epoch + 1, 0, p.position, false};
   if (tid < kProducers) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 64;");
+    registers_decrease<64>();
     if (warp == 0 && b.lane == 0) produce_dense(p, s, sm, attention_unit(p, sm));
     if (warp == 1) produce_experts<kDebug>(b);
     if (warp == 2 && b.lane == 0) watch(p, s, sm);
     if (warp == 3) sum_logits<kDebug>(b);
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 104;");
+    registers_increase<104>();
     DenseRing dense{smem_address(s.dense_full), smem_address(s.dense_empty)};
     ExpertRing expert{smem_address(s.expert_full), smem_address(s.expert_empty)};
     for (int step = 0;; step++, b.position++) {
       b.traced = step + 1 == p.steps;
       for (b.layer = 0; b.layer < kLayers; b.layer++, b.epoch++) {
-        asm volatile("" : "+r"(b.lane), "+r"(b.tid));  // or addresses of all phases would be computed ahead and spilled
+        forget(b.lane, b.tid);  // or addresses of all phases would be computed ahead and spilled
         uint4 x[4];
         Attention attention{attention_unit(p, sm)};
         phase_qkv<kDebug>(b, dense, attention);

@@ -127,7 +127,7 @@ struct mk_model {
     p.attention_stride = kGrid / (kKvHeads << p.log_splits);
     uint32_t zero = 0;
     void* args[] = {&p, &zero};
-    check(cudaLaunchCooperativeKernel((const void*)decode_kernel<false>, kGrid, kThreads, args, sizeof(Shared), stream),
+    check(cudaLaunchCooperativeKernel(decode_kernel<false>, kGrid, kThreads, args, sizeof(Shared), stream),
           "launching the kernel");
     epochs += (uint32_t)(steps * kLayers);
   }
@@ -144,9 +144,10 @@ struct mk_model {
       launch(tokens.get() + 2 * i, length + i, 1);
       if (i < count - num_logits) continue;
       const uint64_t* hidden = exchange.get() + (epochs & 1) * kXWords + kXOut;  // epochs is that of the last layer now
-      logits_kernel<<<4 * kGrid, kLogitThreads, 0, stream>>>(hidden, params.norms + kLayers * kNormLayer, params.head,
-                                                             logits.get() + (size_t)(i - count + num_logits) * kVocab);
-      check(cudaGetLastError(), "launching the logits kernel");
+      const float* norm = params.norms + kLayers * kNormLayer;
+      float* out = logits.get() + (size_t)(i - count + num_logits) * kVocab;
+      void* args[] = {&hidden, &norm, &params.head, &out};
+      check(cudaLaunchKernel(logits_kernel, 4 * kGrid, kLogitThreads, args, 0, stream), "launching the logits kernel");
     }
     int32_t next = 0;
     finish(&next, tokens.get() + 2 * count - 1, 1);

@@ -1,6 +1,14 @@
-// The few PTX instructions the megakernel needs, each as one small function.
+// The few PTX instructions the megakernel needs, each as one small function. All inline assembly of csrc/cuda is here.
 #pragma once
 #include <cstdint>
+
+#ifdef MK_EMULATED
+#include <emulated_ptx.h>  // tests/cuda/emulator: the same functions in plain C++
+#else
+
+// Declares `name` as the dynamic shared memory of the block. A macro, because a function that returned it would hide from
+// the compiler which memory it is.
+#define MK_DYNAMIC_SHARED(name) extern __shared__ __align__(128) uint8_t name[]
 
 namespace mk {
 
@@ -27,10 +35,6 @@ __device__ __forceinline__ bool mbarrier_try_wait(uint32_t bar, uint32_t parity)
                : "r"(bar), "r"(parity)
                : "memory");
   return done != 0;
-}
-__device__ __forceinline__ void mbarrier_wait(uint32_t bar, uint32_t parity) {
-  while (!mbarrier_try_wait(bar, parity)) {
-  }
 }
 
 // ---- bulk copies ---------------------------------------------------------------------------------------------------
@@ -74,31 +78,30 @@ __device__ __forceinline__ uint64_t global_nanoseconds() {
   return t;
 }
 
+// ---- warps ---------------------------------------------------------------------------------------------------------
+// Named barriers, each warp counts as 32 threads.
+template <int kId, int kThreads>
+__device__ __forceinline__ void barrier_sync() {
+  asm volatile("bar.sync %0, %1;" ::"n"(kId), "n"(kThreads) : "memory");
+}
+template <int kId, int kThreads>
+__device__ __forceinline__ void barrier_arrive() {
+  asm volatile("bar.arrive %0, %1;" ::"n"(kId), "n"(kThreads) : "memory");
+}
+// Registers a thread, from here on; all four warps of a warpgroup.
+template <int kRegisters>
+__device__ __forceinline__ void registers_decrease() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ __forceinline__ void registers_increase() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+// The compiler forgets what it knows of these values.
+__device__ __forceinline__ void forget(int& v) { asm volatile("" : "+r"(v)); }
+__device__ __forceinline__ void forget(int& v, int& w) { asm volatile("" : "+r"(v), "+r"(w)); }
+
 // ---- arithmetic ----------------------------------------------------------------------------------------------------
-// Named barrier 1: the consumer warps only.
-template <int kThreads>
-__device__ __forceinline__ void team_sync() {
-  asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
-}
-// Named barrier 2: from the warp that chooses the experts to the consumers. Unlike a spin on an mbarrier it costs the
-// waiting warps no instructions, which the choosing warp would have to share with them.
-template <int kThreads>
-__device__ __forceinline__ void chosen_arrive() {
-  asm volatile("bar.arrive 2, %0;" ::"n"(kThreads) : "memory");
-}
-template <int kThreads>
-__device__ __forceinline__ void chosen_wait() {
-  asm volatile("bar.sync 2, %0;" ::"n"(kThreads) : "memory");
-}
-// Named barrier 3: from the consumers to the warp that adds their router products up.
-template <int kThreads>
-__device__ __forceinline__ void router_arrive() {
-  asm volatile("bar.arrive 3, %0;" ::"n"(kThreads) : "memory");
-}
-template <int kThreads>
-__device__ __forceinline__ void router_wait() {
-  asm volatile("bar.sync 3, %0;" ::"n"(kThreads) : "memory");
-}
 // mask ? a : b, bit by bit
 __device__ __forceinline__ uint32_t bit_select(uint32_t mask, uint32_t a, uint32_t b) {
   uint32_t d;
@@ -115,8 +118,6 @@ __device__ __forceinline__ uint32_t pack_bf16x2(float low, float high) {
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
   return d;
 }
-__device__ __forceinline__ float bf16_low(uint32_t v) { return __uint_as_float(v << 16); }
-__device__ __forceinline__ float bf16_high(uint32_t v) { return __uint_as_float(v & 0xFFFF0000u); }
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -131,6 +132,43 @@ __device__ __forceinline__ void mma_bf16(float (&d)[4], uint32_t a0, uint32_t a1
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
+
+}  // namespace mk
+#endif
+
+// ---- what follows from them ----------------------------------------------------------------------------------------
+namespace mk {
+
+__device__ __forceinline__ void mbarrier_wait(uint32_t bar, uint32_t parity) {
+  while (!mbarrier_try_wait(bar, parity)) {
+  }
+}
+// Named barrier 1: the consumer warps only.
+template <int kThreads>
+__device__ __forceinline__ void team_sync() {
+  barrier_sync<1, kThreads>();
+}
+// Named barrier 2: from the warp that chooses the experts to the consumers. Unlike a spin on an mbarrier it costs the
+// waiting warps no instructions, which the choosing warp would have to share with them.
+template <int kThreads>
+__device__ __forceinline__ void chosen_arrive() {
+  barrier_arrive<2, kThreads>();
+}
+template <int kThreads>
+__device__ __forceinline__ void chosen_wait() {
+  barrier_sync<2, kThreads>();
+}
+// Named barrier 3: from the consumers to the warp that adds their router products up.
+template <int kThreads>
+__device__ __forceinline__ void router_arrive() {
+  barrier_arrive<3, kThreads>();
+}
+template <int kThreads>
+__device__ __forceinline__ void router_wait() {
+  barrier_sync<3, kThreads>();
+}
+__device__ __forceinline__ float bf16_low(uint32_t v) { return __uint_as_float(v << 16); }
+__device__ __forceinline__ float bf16_high(uint32_t v) { return __uint_as_float(v & 0xFFFF0000u); }
 __device__ __forceinline__ float warp_sum(float v) {
 #pragma unroll
   for (int o = 16; o; o >>= 1) v += __shfl_xor_sync(~0u, v, o);
