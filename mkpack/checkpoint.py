@@ -11,13 +11,15 @@ import re
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mkpack.errors import UserError, combine, nearest
+from mkpack import prequantised
+from mkpack.errors import UserError, combine, nearest, some
+from mkpack.quant_config import HF_QUANT_CONFIG, claims, disagreements, fp8_block
 from mkpack.shard import LFS_POINTER, lfs_problem, load_json, read_header
 from mkpack.shard import TensorInfo as TensorInfo
 from mkpack.spec import SourcePart, TensorRole
@@ -26,11 +28,12 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
+    from mkpack.formats import Prequantised
+
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
-SUPPORTED_DTYPES = ("F32", "F16", "BF16")
-_SUPPORTED = ", ".join(SUPPORTED_DTYPES)
+_SUPPORTED = ", ".join(prequantised.PLAIN)
 
 _AUX = re.compile(
     r"tokenizer\.json|tokenizer_config\.json|special_tokens_map\.json|generation_config\.json|chat_template\.jinja"
@@ -77,6 +80,7 @@ class Checkpoint:
     tensors: dict[str, TensorInfo]
     shards: tuple[str, ...]
     stray: tuple[str, ...]
+    hf_quant_config: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def open(cls, folder: Path) -> Checkpoint:
@@ -95,11 +99,13 @@ class Checkpoint:
                 generation_config = _json_object(folder, name, problems)
             elif _is_pointer(path):
                 problems.append(lfs_problem(name))
+        quantised = _json_object(folder, HF_QUANT_CONFIG, problems) if (folder / HF_QUANT_CONFIG).is_file() else {}
         tensors, shards = _weights(folder, problems)
         if problems:
             raise _refusal(f"checkpoint {folder}", problems)
         present = {f.name for f in folder.glob("*.safetensors")}
-        return cls(folder, config, generation_config, tensors, tuple(shards), tuple(sorted(present - set(shards))))
+        stray = tuple(sorted(present - set(shards)))
+        return cls(folder, config, generation_config, tensors, tuple(shards), stray, quantised)
 
     @cached_property
     def license_id(self) -> str | None:
@@ -126,30 +132,72 @@ class Checkpoint:
 
     def check(self, roles: Iterable[TensorRole]) -> None:
         """Refuse, in one UserError, every tensor that `roles` need and that is absent or has another shape or dtype."""
-        missing, shapes, dtypes = [], [], []
+        kinds = self.faults(roles)
+        if any(kinds):
+            raise _refusal(f"tensors of checkpoint {self.folder}", *kinds)
+
+    def faults(self, roles: Iterable[TensorRole]) -> list[list[str]]:
+        """What `check` refuses: tensors that are missing, of another shape, of another dtype, badly quantised."""
+        missing: list[str] = []
+        shapes: list[str] = []
+        dtypes: list[str] = []
+        formats: list[str] = []
+        block = fp8_block(self.config)
         # Of the roles that share a fused tensor, one speaks for all.
         for role in {role.source: role for role in roles}.values():
-            info = self.tensors.get(role.source)
-            if info is None:
-                missing.append(f'"{role.source}" is missing, expected shape {list(role.source_shape)}')
+            stored = prequantised.find(role.source, self.tensors)
+            if stored is None:
+                instead = prequantised.found_instead(role.source, self.tensors)
+                missing.append(f'"{role.source}" is missing, expected shape {list(role.source_shape)}{instead}')
                 continue
+            if role.precision is not None:
+                shape = _out_in(role)
+                formats += prequantised.faults(role.source, stored, shape, self.tensors, block)
+            if stored.scheme != "plain" and role.precision is not None:
+                continue
+            info = stored.weight
             if info.shape != role.source_shape:
                 expected = f"expected shape {list(role.source_shape)} by config.json"
-                shapes.append(f'"{role.source}" in {info.file}: {expected}, found {list(info.shape)}')
-            if info.dtype not in SUPPORTED_DTYPES:
-                dtypes.append(f'"{role.source}" in {info.file}: expected dtype {_SUPPORTED}, found {info.dtype}')
-        if missing or shapes or dtypes:
-            raise _refusal(f"tensors of checkpoint {self.folder}", missing, shapes, dtypes)
+                shapes.append(f'"{info.name}" in {info.file}: {expected}, found {list(info.shape)}')
+            if info.dtype not in prequantised.PLAIN:
+                never = "" if role.precision else "; routers and vectors are never quantised"
+                dtypes.append(f'"{info.name}" in {info.file}: expected dtype {_SUPPORTED}, found {info.dtype}{never}')
+        return [missing, shapes, dtypes, formats]
+
+    def notes(self, roles: Iterable[TensorRole]) -> list[str]:
+        """What a build should tell of these tensors: metadata that contradicts them, scales that have no part in it,
+        and routing biases that may have been rounded."""
+        roles = list(roles)
+        lines = disagreements(claims(self.config, self.hf_quant_config), roles, self.tensors)
+        if scales := [name for name in self.tensors if name.endswith(prequantised.ACTIVATION_SCALES)]:
+            lines.append(
+                f"{len(scales)} scales of activations and of the KV cache are not used, since neither is quantised: "
+                f"{some(scales)}"
+            )
+        biases = [r.source for r in roles if r.name.endswith(".choice_bias")]
+        if narrow := [name for name in biases if name in self.tensors and self.tensors[name].dtype != "F32"]:
+            lines.append(
+                f"{len(narrow)} routing biases are {self.tensors[narrow[0]].dtype}: if they were float32 once, "
+                f"rounding changed which experts are chosen; compare with the original: {some(narrow)}"
+            )
+        return lines
 
     def unused(self, roles: Iterable[TensorRole]) -> list[str]:
-        """Names of the tensors that no role needs, sorted."""
-        return sorted(self.tensors.keys() - {role.source for role in roles})
+        """Names of the tensors that no role needs, sorted; scales of activations are in `notes`."""
+        used: set[str] = set()
+        for role in roles:
+            if stored := prequantised.find(role.source, self.tensors):
+                used.update(part.name for part in stored.parts())
+        return sorted(n for n in self.tensors.keys() - used if not n.endswith(prequantised.ACTIVATION_SCALES))
 
-    def read(self, name: str, part: SourcePart | None = None) -> torch.Tensor:
-        """One tensor, or a part of it, in the checkpoint's own dtype (float32, float16 or bfloat16), in memory of its
-        own."""
+    def read(self, name: str, part: SourcePart | None = None) -> torch.Tensor | Prequantised:
+        """One tensor, or a part of it, in memory of its own: in the checkpoint's own dtype (float32, float16 or
+        bfloat16) where it is not quantised, in float32 where its fp8 scales are of blocks."""
         import torch
 
+        stored = prequantised.find(name, self.tensors)
+        if stored is not None and stored.scheme != "plain":
+            return prequantised.load(stored, self.read_bytes, fp8_block(self.config), part)
         # numpy has no bfloat16: its bits are viewed, which copies nothing.
         data = torch.from_numpy(self.read_numpy(name, part))
         return data.view(torch.bfloat16) if self.tensors[name].dtype == "BF16" else data
@@ -161,11 +209,9 @@ class Checkpoint:
         info = self._readable(name)
         dtype = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}[info.dtype]
         if part is None:
-            return self._bytes(info).view(dtype).reshape(info.shape)
-        # Only the expert's bytes are read; they lie together.
-        size = info.nbytes // part.whole[0]
-        one = replace(info, shape=part.whole[1:], offset=info.offset + part.index * size, nbytes=size)
-        return np.ascontiguousarray(part.of(self._bytes(one).view(dtype).reshape(one.shape)))
+            return self.read_bytes(info).view(dtype).reshape(info.shape)
+        one = info.entry(part.index)  # only the expert's bytes are read
+        return np.ascontiguousarray(part.of(self.read_bytes(one).view(dtype).reshape(one.shape)))
 
     def aux_files(self) -> dict[str, Path]:
         """Tokenizer, chat template, generation defaults and licence files that are there, by name."""
@@ -180,8 +226,7 @@ class Checkpoint:
         that are known from elsewhere (`hub.SourceSnapshot.sha256`); files that differ are refused.
         """
         names = {"config.json", *self.shards, *self.aux_files()}
-        if (self.folder / INDEX).is_file():
-            names.add(INDEX)
+        names |= {name for name in (INDEX, HF_QUANT_CONFIG) if (self.folder / name).is_file()}
         lock = threading.Lock()
 
         def digest(name: str) -> str:
@@ -210,11 +255,12 @@ class Checkpoint:
         info = self.tensors.get(name)
         if info is None:
             raise UserError(f'checkpoint {self.folder}: no tensor "{name}"{nearest(name, self.tensors)}')
-        if info.dtype not in SUPPORTED_DTYPES:
+        if info.dtype not in prequantised.PLAIN:
             raise UserError(f'checkpoint {self.folder}: "{name}" is {info.dtype}, expected one of {_SUPPORTED}')
         return info
 
-    def _bytes(self, info: TensorInfo) -> np.ndarray:
+    def read_bytes(self, info: TensorInfo) -> np.ndarray:
+        """The bytes of a tensor or of an entry of one, uint8 [nbytes]."""
         import numpy as np
 
         # A plain read into fresh memory: with a map, pages of a shard would stay in this process's RSS.
@@ -231,6 +277,12 @@ class Checkpoint:
                     )
                 done += n
         return buffer
+
+
+def _out_in(role: TensorRole) -> tuple[int, ...]:
+    """The shape of a role's whole tensor when quantised: [.., out, in] also where the plain one is turned."""
+    shape = role.source_shape
+    return (*shape[:-2], shape[-1], shape[-2]) if role.part and role.part.transposed else shape
 
 
 def _weights(folder: Path, problems: list[str]) -> tuple[dict[str, TensorInfo], list[str]]:
@@ -255,7 +307,7 @@ def _weights(folder: Path, problems: list[str]) -> tuple[dict[str, TensorInfo], 
     tensors: dict[str, TensorInfo] = {}
     for shard in sorted(named):
         if not (folder / shard).is_file():
-            problems.append(f"{shard} is absent; {INDEX} places {_some(sorted(named[shard]))} in it")
+            problems.append(f"{shard} is absent; {INDEX} places {some(sorted(named[shard]))} in it")
             continue
         before = len(problems)
         found = {t.name: t for t in read_header(folder, shard, problems)}
@@ -276,10 +328,10 @@ def _no_weights(folder: Path) -> str:
     names = sorted(f.name for f in folder.iterdir() if f.is_file())
     expected = f"expected {SINGLE} or {INDEX}"
     if shards := [n for n in names if n.endswith(".safetensors")]:
-        return f"{expected}, found only {_some(shards)}: the index is absent, copy it from the source of the checkpoint"
+        return f"{expected}, found only {some(shards)}: the index is absent, copy it from the source of the checkpoint"
     if other := [n for n in names if n.endswith((".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"))]:
         convert = "convert to safetensors first, for example with save_pretrained() of transformers"
-        return f"{expected}, found only {_some(other)}: {convert}"
+        return f"{expected}, found only {some(other)}: {convert}"
     return f"no weights: {expected}"
 
 
@@ -318,12 +370,6 @@ def _aux_files(folder: Path) -> dict[str, Path]:
 def _is_pointer(path: Path) -> bool:
     with open(path, "rb") as f:
         return f.read(len(LFS_POINTER)) == LFS_POINTER
-
-
-def _some(names: list[str]) -> str:
-    """The first three names, and how many more there are."""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
 
 
 def _refusal(title: str, *kinds: list[str]) -> UserError:

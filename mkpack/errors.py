@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import errno
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 
 class UserError(Exception):
@@ -25,6 +25,12 @@ def combine(title: str, problems: Iterable[str]) -> UserError:
     if len(found) == 1:
         return UserError(f"{title}: {found[0]}")
     return UserError("\n".join([f"{title}: {len(found)} problems", *(f"  - {p}" for p in found)]))
+
+
+def some(names: Sequence[str]) -> str:
+    """The first three names, and how many more there are."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
 
 
 @contextlib.contextmanager

@@ -53,6 +53,24 @@ class QTensor:
             _check(f"{self.format} tensor {list(self.shape)}: {field}", getattr(self, field), expected)
 
 
+@dataclass(frozen=True)
+class Prequantised:
+    """A matrix that its checkpoint stores quantised, with the arithmetic that the checkpoint means.
+
+    q: what an artifact takes over, the source's own bytes. Its source value is value(code) * factor, rounded once:
+    codes is the source's payload, uint8 [N, K/2] of e2m1 when q is nvfp4 and [N, K] of e4m3 when q is fp8; factors is
+    float32, one for 16 columns [N, K/16] or one a row [N, 1]. `codes` is q.data itself wherever nothing was lost.
+    """
+
+    q: QTensor
+    codes: np.ndarray
+    factors: np.ndarray
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.q.shape
+
+
 def expected_arrays(format: Format, shape: tuple[int, ...]) -> dict[str, tuple[str, tuple[int, ...]] | None]:
     """dtype name and shape of data, scale and scale2 of a tensor, None for an absent array."""
     match format:
@@ -140,6 +158,15 @@ def dequantise(q: QTensor) -> np.ndarray:
             # e2m1 * e4m3 has 6 significant bits at most, so only the product with scale2 rounds.
             values = e2m1_values()[codes] * e4m3_to_f32(q.scale)[..., None] * q.scale2[0]
             return np.ascontiguousarray(values.reshape(n, blocks * BLOCK)[:, : q.shape[1]])
+
+
+def source_values(p: Prequantised) -> np.ndarray:
+    """float32 [N, K]: the values of the checkpoint a matrix comes from, rounded as its own library rounds them."""
+    n, k = p.shape
+    if p.q.format == "fp8":
+        return e4m3_to_f32(p.codes) * p.factors
+    codes = np.stack([p.codes & 15, p.codes >> 4], axis=-1).reshape(n, -1, BLOCK)
+    return (e2m1_values()[codes] * p.factors[..., None]).reshape(n, k)
 
 
 def nbytes(q: QTensor) -> int:

@@ -1,8 +1,9 @@
 """One torch tensor -> `QTensor` through nvidia-modelopt, and how far the result is from the source.
 
 torch and modelopt are imported inside the functions: both are heavy, and the run side has neither. Tensors are CPU
-tensors of dtype float32, float16 or bfloat16. Everything works on a few rows at a time, so the memory needed beside
-source and result is a few MiB.
+tensors of dtype float32, float16 or bfloat16, or `Prequantised` matrices: their payload is taken over where it has the
+format that is asked for, otherwise their values are quantised like any others. Everything works on a few rows at a
+time, so the memory needed beside source and result is a few MiB, and the float32 values of what is quantised anew.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from .errors import UserError
-from .formats import BLOCK, E2M1_MAX, E4M3_MAX, QTensor, e2m1_values
+from .formats import BLOCK, E2M1_MAX, E4M3_MAX, Prequantised, QTensor, e2m1_values
 from .spec import Format
 
 if TYPE_CHECKING:
@@ -58,25 +59,34 @@ def load_modelopt() -> ModuleType:
     return qtensor
 
 
-def tensor_scale(*tensors: torch.Tensor, names: Sequence[str] = ()) -> float:
+def tensor_scale(*tensors: torch.Tensor | Prequantised, names: Sequence[str] = ()) -> float:
     """The NVFP4 scale2 of tensors that share one (gate and up of an expert): their joint amax / 2688, a float32 value.
 
-    Always finite and above zero; 1.0 when every tensor is zero. Raises UserError for NaN or Inf, naming the tensor by
+    Always finite and above zero; 1.0 when every tensor is zero. Tensors that are NVFP4 already keep scales of their
+    own, which need not be equal, and do not count. Raises UserError for NaN or Inf, naming the tensor by
     its entry in `names`.
     """
     labels = [*names, *("tensor" for _ in tensors[len(names) :])]
-    return _scale2(max(_amax(t, name) for t, name in zip(tensors, labels, strict=True)))
+    found = zip(tensors, labels, strict=True)
+    return _scale2(max((_amax(_floats(t), name) for t, name in found if not _has(t, "nvfp4")), default=0.0))
 
 
-def quantise(tensor: torch.Tensor, fmt: Format, *, name: str = "tensor", scale2: float | None = None) -> QTensor:
+def quantise(
+    tensor: torch.Tensor | Prequantised, fmt: Format, *, name: str = "tensor", scale2: float | None = None
+) -> QTensor:
     """Store a tensor in a format.
 
     tensor: [N, K], or [n] for f32. scale2: the NVFP4 tensor scale of a group (see `tensor_scale`), by default the
-    tensor's own; ValueError when the tensor holds larger values than it can express. Arrays of the result may share
+    tensor's own; ValueError when the tensor holds larger values than it can express. It does not concern a tensor that
+    is NVFP4 already. Arrays of the result may share
     memory with the tensor when the format does not change it.
 
     Raises UserError, naming the tensor, for another dtype, for NaN or Inf, and for values beyond bfloat16's range.
     """
+    if isinstance(tensor, Prequantised):
+        if tensor.q.format == fmt:
+            return tensor.q
+        tensor = _floats(tensor)
     if fmt != "f32" and tensor.dim() != 2:
         raise ValueError(f"{name}: {fmt} needs a matrix, found shape {list(tensor.shape)}")
     if scale2 is not None and fmt != "nvfp4":
@@ -98,6 +108,25 @@ def quantise(tensor: torch.Tensor, fmt: Format, *, name: str = "tensor", scale2:
             return _nvfp4(tensor, scale2)
 
 
+def _has(tensor: torch.Tensor | Prequantised, fmt: Format) -> bool:
+    return isinstance(tensor, Prequantised) and tensor.q.format == fmt
+
+
+def _floats(tensor: torch.Tensor | Prequantised) -> torch.Tensor:
+    """The tensor itself, or the values of a quantised one in float32."""
+    import torch
+
+    if not isinstance(tensor, Prequantised):
+        return tensor
+    values = torch.empty(tensor.shape)
+
+    def decode(rows: slice) -> None:
+        values[rows] = _source_values(tensor, rows)
+
+    _by_rows(decode, values.shape)
+    return values
+
+
 def _amax(tensor: torch.Tensor, name: str) -> float:
     import torch
 
@@ -107,7 +136,7 @@ def _amax(tensor: torch.Tensor, name: str) -> float:
     tensor = tensor.detach()
     matrix = tensor.reshape(-1, tensor.shape[-1])
     # aminmax passes a NaN on
-    ends = [float(x) for pair in _by_rows(lambda rows: torch.aminmax(matrix[rows]), matrix) for x in pair]
+    ends = [float(x) for pair in _by_rows(lambda rows: torch.aminmax(matrix[rows]), matrix.shape) for x in pair]
     if not all(map(math.isfinite, ends)):
         bad = ~torch.isfinite(tensor)
         first = [int(i) for i in torch.nonzero(bad)[0]]
@@ -134,11 +163,11 @@ def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(cpus, "mkpack-quantize", initializer=torch.set_num_threads, initargs=(1,))
 
 
-def _by_rows(f: Callable[[slice], T], tensor: torch.Tensor) -> list[T]:
+def _by_rows(f: Callable[[slice], T], shape: Sequence[int]) -> list[T]:
     """f of every chunk of rows, in parallel; results in order of rows. Chunks of a shape are the same everywhere."""
-    rows = tensor.shape[0]
-    size = min(max(tensor.numel() // 16, MIN_CHUNK), MAX_CHUNK)
-    step = max(1, -(-rows // -(-tensor.numel() // size)))
+    rows, elements = shape[0], math.prod(shape)
+    size = min(max(elements // 16, MIN_CHUNK), MAX_CHUNK)
+    step = max(1, -(-rows // -(-elements // size)))
     return list(_pool().map(f, (slice(i, i + step) for i in range(0, rows, step))))
 
 
@@ -170,7 +199,7 @@ def _fp8(tensor: torch.Tensor) -> QTensor:
         data[rows] = quantised._quantized_data.view(torch.uint8)
         scales[rows] = scale
 
-    _by_rows(encode, tensor)
+    _by_rows(encode, tensor.shape)
     return QTensor("fp8", tuple(tensor.shape), data.numpy(), None, scales.numpy())
 
 
@@ -190,7 +219,7 @@ def _nvfp4(tensor: torch.Tensor, scale2: float) -> QTensor:
         data[rows] = quantised._quantized_data
         scales[rows] = scale.view(torch.uint8)
 
-    _by_rows(encode, tensor)
+    _by_rows(encode, tensor.shape)
     return QTensor("nvfp4", (n, k), data.numpy(), scales.numpy(), s2.reshape(1).numpy())
 
 
@@ -212,17 +241,19 @@ class ErrorStats:
         return ErrorStats(self.error + other.error, self.reference + other.reference)
 
 
-def tensor_error(q: QTensor, tensor: torch.Tensor) -> ErrorStats:
+def tensor_error(q: QTensor, tensor: torch.Tensor | Prequantised) -> ErrorStats:
     """How far a stored tensor is from its source, both of shape q.shape."""
     if tuple(tensor.shape) != q.shape:
         raise ValueError(f"a stored tensor of shape {list(q.shape)} beside a source of shape {list(tensor.shape)}")
+    if isinstance(tensor, Prequantised):
+        packed = tensor
+        return sum(_by_rows(lambda rows: _error(q, rows, _source_values(packed, rows)), q.shape), ErrorStats())
     source = tensor.detach().reshape(-1, q.shape[-1])
+    return sum(_by_rows(lambda rows: _error(q, rows, source[rows].float()), source.shape), ErrorStats())
 
-    def stats(rows: slice) -> ErrorStats:
-        reference = source[rows].float()
-        return ErrorStats(_square_sum(_decode(q, rows) - reference), _square_sum(reference))
 
-    return sum(_by_rows(stats, source), ErrorStats())
+def _error(q: QTensor, rows: slice, reference: torch.Tensor) -> ErrorStats:
+    return ErrorStats(_square_sum(_decode(q, rows) - reference), _square_sum(reference))
 
 
 def _square_sum(values: torch.Tensor) -> float:
@@ -251,12 +282,27 @@ def _decode(q: QTensor, rows: slice) -> torch.Tensor:
             return values.mul_(torch.from_numpy(q.scale2[rows, None]))
         case "nvfp4":
             assert q.scale is not None and q.scale2 is not None
-            codes = torch.from_numpy(q.data[rows])
             scales = torch.from_numpy(q.scale[rows]).view(torch.float8_e4m3fn).float()
-            pairs = _e2m1_pairs().index_select(0, codes.flatten().int())
-            values = pairs.view(torch.float32).view(*scales.shape, BLOCK)
-            values.mul_(scales[..., None]).mul_(float(q.scale2[0]))
-            return values.view(len(codes), -1)[:, : q.shape[1]]
+            values = _e2m1(q.data[rows], scales).mul_(float(q.scale2[0]))
+            return values.view(len(scales), -1)[:, : q.shape[1]]
+
+
+def _source_values(p: Prequantised, rows: slice) -> torch.Tensor:
+    """formats.source_values of some rows, the same bits."""
+    import torch
+
+    factors = torch.from_numpy(p.factors[rows])
+    if p.q.format == "fp8":
+        return torch.from_numpy(p.codes[rows]).view(torch.float8_e4m3fn).float().mul_(factors)
+    return _e2m1(p.codes[rows], factors).view(len(factors), -1)
+
+
+def _e2m1(codes: np.ndarray, scales: torch.Tensor) -> torch.Tensor:
+    """float32 [n, blocks, 16]: e2m1 codes, uint8 [n, blocks * 8], times the scale [n, blocks] of their block."""
+    import torch
+
+    pairs = _e2m1_pairs().index_select(0, torch.from_numpy(codes).flatten().int())
+    return pairs.view(torch.float32).view(*scales.shape, BLOCK).mul_(scales[..., None])
 
 
 @cache

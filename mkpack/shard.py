@@ -9,7 +9,7 @@ import json
 import math
 import os
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,11 @@ class TensorInfo:
     file: str
     offset: int
     nbytes: int
+
+    def entry(self, index: int) -> TensorInfo:
+        """One entry of the first dimension: its bytes lie together."""
+        size = self.nbytes // self.shape[0]
+        return replace(self, shape=self.shape[1:], offset=self.offset + index * size, nbytes=size)
 
 
 def read_header(folder: Path, name: str, problems: list[str]) -> list[TensorInfo]:
