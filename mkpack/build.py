@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mkpack import __version__, codegen, platform, provenance, quality, quantize
+from mkpack import __version__, codegen, platform, provenance, quality, quantize, trust
 from mkpack import compile as compiling
 from mkpack.artifact import build_lock, clean_temporaries, open_artifact, write_artifact
 from mkpack.checkpoint import Checkpoint
@@ -101,7 +101,12 @@ def build(
                 report["end_to_end"] = asdict(measured)
                 say(f"quality   {measured.render()}")
             say(f"quality   relative error of the weights {report['relative_error']:.4f}")
-            _publish(path, todo, limits, digests, key, producer, blobs, compiled, report)
+            manifest = _publish(path, todo, limits, digests, key, producer, blobs, compiled, report)
+    try:
+        # Whoever compiled a kernel needs no one's word for it.
+        trust.remember([manifest.entries[k.path].sha256 for k in manifest.kernels.values()], "built", manifest.name)
+    except UserError as e:
+        say(f"note      run it with --trust-kernel, for its kernel could not be noted as yours: {e}")
     say(f"built     {path}: {path.stat().st_size / 1e6:.1f} MB in {time.monotonic() - start:.1f} s")
     return path
 
@@ -334,7 +339,7 @@ def _publish(
     blobs: list[Path],
     compiled: dict[str, Kernel],
     report: dict[str, Any],
-) -> None:
+) -> Manifest:
     layout = todo.layout
     tokenizer = {f"tokenizer/{n}": p for n, p in todo.tokenizer_files().items()}
     weights = {f"weights/rank-{r}.bin": p for r, p in enumerate(blobs)}
@@ -385,4 +390,4 @@ def _publish(
             entries=found,
         )
 
-    write_artifact(path, list(entries.items()), manifest)
+    return write_artifact(path, list(entries.items()), manifest)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable
 
 from mkpack import abi
+from mkpack.digest import digest_of
 from mkpack.layout import Layout, ceil_div, tile_bytes
 from mkpack.manifest import Limits, Section
 from mkpack.schedule import Schedule, cpu
@@ -18,10 +18,6 @@ _LAYER_FIELDS = (
 ).split()
 
 
-def _digest(value: object) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
 def description(spec: ModelSpec, sections: Iterable[Section], nbytes: int, tp: int, limits: Limits, target: str) -> str:
     """The JSON text compiled into the .so: what must agree between a kernel and the weights it is given."""
     facts = {
@@ -31,8 +27,8 @@ def description(spec: ModelSpec, sections: Iterable[Section], nbytes: int, tp: i
         "context": limits.context,
         "tokens_per_step": limits.tokens_per_step,
         "weights_bytes": nbytes,
-        "spec": _digest(spec.model_dump(mode="json")),
-        "sections": _digest([s.model_dump(mode="json") for s in sections]),
+        "spec": digest_of(spec.model_dump(mode="json")),
+        "sections": digest_of([s.model_dump(mode="json") for s in sections]),
     }
     return json.dumps(facts, sort_keys=True)
 

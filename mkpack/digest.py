@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import threading
 from collections import deque
@@ -146,6 +147,11 @@ class Verification:
         if problems := self.problems():
             title = f"{self._where} is damaged (copy or download it again, or rebuild it)"
             raise combine(title, capped(problems))
+
+
+def digest_of(value: object) -> str:
+    """SHA-256 of a JSON value, the same for equal values."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def _tasks(name: str, entry: Entry, full: bool) -> Iterator[tuple[str, int, int, str]]:

@@ -6,15 +6,11 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from mkpack import schedule
 from mkpack.errors import UserError, os_errors
-from mkpack.layout import Layout
+from mkpack.layout import Layout, layout_of
 from mkpack.schedule import Items, Phase, Schedule, Wait, phase_bytes
-
-if TYPE_CHECKING:
-    from mkpack.manifest import Manifest
 
 
 @dataclass(frozen=True)
@@ -118,19 +114,10 @@ def read(path: Path) -> Graph:
 
     with open_artifact(path) as artifact:
         m = artifact.manifest
-    layout = _layout(m)
+    layout = layout_of(m)
     if layout is None or layout.sections != m.sections:
         raise UserError(f"{path}: its sections are not those of this version of mkpack; rebuild it to see its schedule")
     return _graph(m.name, layout, m.limits.context, m.limits.tokens_per_step, path)
-
-
-def _layout(m: Manifest) -> Layout | None:
-    """None for a spec that no family file makes."""
-    routers = {s.format for s in m.sections if s.name.endswith(".router")}
-    try:
-        return Layout(m.spec, {str(k): v for k, v in m.precision.items()}, m.tp, min(routers, default="f32"))
-    except (UserError, AssertionError, ArithmeticError, LookupError):
-        return None
 
 
 def _graph(name: str, layout: Layout, context: int, tokens: int, source: Path) -> Graph:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from mkpack.errors import UserError
-from mkpack.manifest import Section
+from mkpack.manifest import Manifest, Section
 from mkpack.spec import Format, ModelSpec, TensorRole
 
 TILE_ROWS = 16
@@ -241,3 +241,12 @@ class Layout:
             down.append([self._split(x + "down", spec.hidden_size, r, outer * e) for e, x in enumerate(prefixes)])
         self._matrix(p + "gate_up", fmt, spec.hidden_size, 2 * inner * len(prefixes), gate_up)
         self._matrix(p + "down", fmt, n, outer * len(prefixes), down)
+
+def layout_of(m: Manifest) -> Layout | None:
+    """The layout of an artifact, made again from its manifest; None for a spec that no family file makes. Its sections
+    are the manifest's only when this version of mkpack lays models out as the one that built it."""
+    routers = {s.format for s in m.sections if s.name.endswith(".router")}
+    try:
+        return Layout(m.spec, {str(k): v for k, v in m.precision.items()}, m.tp, min(routers, default="f32"))
+    except (UserError, AssertionError, ArithmeticError, LookupError):
+        return None

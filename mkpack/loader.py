@@ -18,19 +18,21 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Unpack
 
-from mkpack import platform
+from mkpack import platform, sign, trust
 from mkpack.artifact import Artifact, open_artifact
 from mkpack.compat import choose_target
-from mkpack.digest import Verification
+from mkpack.digest import Verification, digest_of
 from mkpack.errors import UserError, combine
 from mkpack.generation import STOP_REASONS, GenerateOptions, Generation, Job, Result, make_request
-from mkpack.manifest import Manifest
+from mkpack.manifest import KernelEntry, Manifest
 from mkpack.native import Library, NativeModel, Run
 from mkpack.spec import ModelSpec
 from mkpack.text import FILES, Decoder, Sampling, Text
 
 if TYPE_CHECKING:
     import numpy as np
+
+    from mkpack.rebuild import Rebuilt
 
 MAX_THREADS = 1024  # csrc/cpu/model.cpp refuses more
 
@@ -44,6 +46,8 @@ def load(
     context: int | None = None,
     verify: bool = True,
     wait_limit: float = 30.0,
+    trust_kernel: str | None = None,
+    rebuild_kernel: bool = False,
 ) -> Model:
     """Loads an artifact (file or unpacked folder) for this machine.
 
@@ -51,19 +55,32 @@ def load(
     compiled-in limit. verify: check the digest of the weights, in the background; Model waits for it before its first
     token. Everything else is always checked. wait_limit: seconds a step may wait before it is given up.
 
+    A kernel that was not built here runs when its artifact is signed by somebody in the trust list, or when its SHA-256
+    is `trust_kernel`, which is remembered (trust.py). rebuild_kernel: do not use it, compile it here instead, which
+    needs what a build needs but torch; Model.rebuilt tells whether the result has the same bytes.
+
     Raises UserError listing everything that does not fit, before any code of the artifact is loaded.
     """
+    if rebuild_kernel and trust_kernel is not None:
+        raise UserError("rebuild_kernel and trust_kernel contradict each other; give one of them")
     found: list[str] = []
     artifact = open_artifact(os.fspath(path), found)
     try:
-        return _load(artifact, found, threads, context, verify, wait_limit)
+        return _load(artifact, found, threads, context, verify, wait_limit, trust_kernel, rebuild_kernel)
     except BaseException:
         artifact.close()
         raise
 
 
 def _load(
-    artifact: Artifact, found: list[str], threads: int | None, context: int | None, verify: bool, wait_limit: float
+    artifact: Artifact,
+    found: list[str],
+    threads: int | None,
+    context: int | None,
+    verify: bool,
+    wait_limit: float,
+    trust_kernel: str | None,
+    rebuild_kernel: bool,
 ) -> Model:
     manifest = artifact.manifest
     target, wrong = choose_target(manifest)
@@ -82,11 +99,16 @@ def _load(
     if found or target is None:
         raise combine(f"cannot load {artifact.path}", found)
 
+    kernel = manifest.kernels[target]
+    _check_description(str(artifact.path), manifest, kernel)
+    rebuilt = _rebuild(artifact, target) if rebuild_kernel else None
+    if rebuilt is None:
+        signature = sign.find(artifact.path)
+        trust.require(str(artifact.path), manifest, artifact.digest, target, signature=signature, allow=trust_kernel)
     weights = [entry.path for entry in manifest.weights]
     addresses = [artifact.address(name) for name in weights]
     digests = _Digests(artifact, weights) if verify else None
-    kernel = manifest.kernels[target]
-    library = Library(content[kernel.path], f"{artifact.path}: {kernel.path}")
+    library = Library(rebuilt.data if rebuilt else content[kernel.path], f"{artifact.path}: {kernel.path}")
     if library.describe() != kernel.description:
         difference = _difference(kernel.description, library.describe())
         library.close()
@@ -104,7 +126,34 @@ def _load(
     )
     files = {os.path.basename(name): content[name] for name in manifest.tokenizer_files}
     files = {name: data for name, data in files.items() if name in FILES}
-    return Model(artifact, native, target, positions, files, digests)
+    model = Model(artifact, native, target, positions, files, digests)
+    model.rebuilt = rebuilt
+    return model
+
+
+def _rebuild(artifact: Artifact, target: str) -> Rebuilt:
+    from mkpack import rebuild  # a compiler's side, which other loads do without
+
+    (made,) = rebuild.rebuild(str(artifact.path), artifact.manifest, [target], cached=True)
+    if made.same:
+        with contextlib.suppress(UserError):  # a list that cannot be written only means compiling again
+            trust.remember([made.sha256], "rebuilt", artifact.manifest.name)
+    return made
+
+
+def _check_description(where: str, manifest: Manifest, kernel: KernelEntry) -> None:
+    """UserError when the manifest gives sizes that are not those its kernel was compiled for: memory is reserved by the
+    manifest's, and a kernel that deserves trust may come with a manifest that does not."""
+    facts, limits = json.loads(kernel.description), manifest.limits
+    spec = manifest.spec.model_dump(mode="json", exclude_unset=True)  # what its builder wrote, no later field
+    known: dict[str, Any] = {"tp": manifest.tp, "context": limits.context, "tokens_per_step": limits.tokens_per_step}
+    if isinstance(facts, dict) and "spec" in facts:
+        known["spec"] = digest_of(spec)
+        if wrong := [key for key, value in known.items() if facts.get(key) != value]:
+            raise UserError(
+                f"{where}: manifest.json contradicts the description of its kernel {kernel.path}: "
+                f"{', '.join(wrong)}; build it again"
+            )
 
 
 def _read(artifact: Artifact, name: str, found: list[str]) -> bytes:
@@ -168,6 +217,7 @@ class Model:
         self._files = files
         self._text: Text | None = None
         self._digests = digests
+        self.rebuilt: Rebuilt | None = None  # the kernel, when it was compiled here for this load
         # Ids in the KV cache, by position; fewer than there are when a run was left before they were known.
         self._cached: list[int] = []
         self._finalizer = weakref.finalize(self, _close, native, artifact)

@@ -73,7 +73,8 @@ class Entry(_Frozen):
 
 
 class Producer(_Frozen):
-    """Versions of what built the artifact. `commit` and `dirty` are null when mkpack ran outside a git checkout."""
+    """What built the artifact. `commit` and `dirty` are null when mkpack ran outside a git checkout; `sources` is one
+    digest over csrc/ and mkpack's Python, whether git knows them or not."""
 
     mkpack: str
     commit: Commit | None
@@ -82,6 +83,8 @@ class Producer(_Frozen):
     torch: str | None
     modelopt: str | None
     compilers: dict[str, str]  # tool -> version, for instance {"g++": "12.2.0"}
+    libraries: dict[str, str] = {}  # package, or system library, that has a part in the bytes -> version
+    sources: Sha256 | None = None
 
 
 class Source(_Frozen):

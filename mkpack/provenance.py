@@ -12,7 +12,7 @@ from pathlib import Path
 from mkpack import __version__
 from mkpack.compile import sources
 from mkpack.manifest import Producer
-from mkpack.platform import Compiler
+from mkpack.platform import Compiler, glibc
 
 
 def producer(compiler: Compiler) -> Producer:
@@ -25,8 +25,32 @@ def producer(compiler: Compiler) -> Producer:
         python=_platform.python_version(),
         torch=_version("torch"),
         modelopt=_version("nvidia-modelopt"),
-        compilers={Path(compiler.path).name: compiler.version},
+        compilers={Path(compiler.path).name: compiler.version, **_linker(compiler)},
+        libraries=_libraries(),
+        sources=sources_digest(),
     )
+
+
+def _linker(compiler: Compiler) -> dict[str, str]:
+    """The linker that the compiler calls: it lays the .so out."""
+    found = _first_line([*compiler.command, "-print-prog-name=ld"])
+    version = _first_line([found, "--version"]) if found else None
+    return {"ld": version} if version else {}
+
+
+def _libraries() -> dict[str, str]:
+    """What else has a part in the bytes: packages that read, quantise and write, and the C library that is linked."""
+    packages = ("gguf", "ninja", "numpy", "pydantic", "safetensors", "tokenizers")
+    found = {name: version for name in packages if (version := _version(name))}
+    return {**found, **({"glibc": libc} if (libc := glibc()) else {})}
+
+
+def _first_line(command: list[str]) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.partition("\n")[0].strip() or None if done.returncode == 0 else None
 
 
 @cache

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
+import tempfile
 
 from hypothesis import settings
+
+# The user's own trust list and kernel cache are not the tests': neither read nor written, here or in their processes.
+_HOME = tempfile.mkdtemp(prefix="mkpack-tests-")
+atexit.register(shutil.rmtree, _HOME, ignore_errors=True)
+os.environ["XDG_CONFIG_HOME"], os.environ["XDG_CACHE_HOME"] = f"{_HOME}/config", f"{_HOME}/cache"
 
 # In CI the same examples every time, so that a red run is about the change; elsewhere new ones each time.
 settings.register_profile("ci", derandomize=True)

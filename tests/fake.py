@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from mkpack import platform
+from mkpack import platform, trust
 from mkpack.artifact import write_artifact
 from mkpack.manifest import KernelEntry, Limits, Manifest, Producer, Source, WeightsEntry
 from mkpack.spec import LayerSpec, ModelSpec, RopeSpec
@@ -156,8 +156,9 @@ def artifact(
     source: str = FAKE,
     files: dict[str, bytes] = TOKENIZER_FILES,
     weights: bytes | None = None,
+    trusted: bool = True,
 ) -> Path:
-    """Writes an artifact of the fake kernel whose weights hold `script`."""
+    """Writes an artifact of the fake kernel whose weights hold `script`, as if it was built here when `trusted`."""
     blob = weights or struct.pack(f"<{len(script) + 1}i", len(script), *script).ljust(8192, b"\0")
     library = kernel(compiled or described, source)
     entries: list[tuple[str, Path | bytes]] = [("weights/rank0.bin", blob), *files.items()]
@@ -191,7 +192,9 @@ def artifact(
         )
 
     path = folder / f"{name}.mkpack"
-    write_artifact(path, entries, manifest)
+    written = write_artifact(path, entries, manifest)
+    if trusted:
+        trust.remember([written.entries[k.path].sha256 for k in written.kernels.values()], "built", name)
     return path
 
 
