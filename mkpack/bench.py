@@ -15,6 +15,7 @@ from pathlib import Path
 
 from mkpack import platform, schedule
 from mkpack.errors import UserError
+from mkpack.layout import counted_sections
 from mkpack.loader import Model, load
 
 DEFAULT_CONTEXTS = (128, 1024)
@@ -140,15 +141,15 @@ def _time(model: Model, context: int) -> tuple[float, float]:
 
 
 def _point(model: Model, context: int, decode: float, prefill: float, bandwidth: float) -> Point:
-    manifest = model.manifest
+    manifest, sections = model.manifest, counted_sections(model.manifest)
     step = min(manifest.limits.tokens_per_step, context)
 
     def nbytes(tokens: int, position: int) -> float:
-        return schedule.bytes_per_step(manifest.spec, manifest.sections, manifest.tp, tokens, position)
+        return schedule.bytes_per_step(manifest.spec, sections, manifest.tp, tokens, position)
 
     decode_bytes = nbytes(1, context + NEW_TOKENS // 2)
     # The head runs for the last token only.
-    step_phases = schedule.phases(manifest.spec, manifest.sections, manifest.tp)
+    step_phases = schedule.phases(manifest.spec, sections, manifest.tp)
     head = sum(p.nbytes for p in step_phases if p.name == "head")
     prefill_bytes = (nbytes(step, context // 2) - head) / step + head / context
     return Point(

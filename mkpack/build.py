@@ -27,7 +27,7 @@ from mkpack.compile import Kernel, Unit, compile_kernels
 from mkpack.dummy import Dummy
 from mkpack.errors import UserError, os_errors
 from mkpack.layout import Layout
-from mkpack.manifest import MANIFEST_NAME, Entry, KernelEntry, Limits, Manifest, Producer, Source, WeightsEntry
+from mkpack.manifest import FORMAT_VERSION, MANIFEST_NAME, Entry, KernelEntry, Limits, Manifest, Producer, Source, WeightsEntry
 from mkpack.native import Library, NativeModel
 from mkpack.pack import BlobWriter
 from mkpack.plan import Plan, QualityPlan, groups, plan
@@ -48,12 +48,14 @@ def build(
     output: Path | str | None = None,
     force: bool = False,
     keep_work: bool = False,
+    like: Manifest | None = None,
     console: Console | None = None,
 ) -> Path:
     """Builds a recipe's artifact and returns its path; an up-to-date one is left as it is unless `force`.
 
     output: file, or folder to hold NAME.mkpack (default: here); text that ends in a slash means a folder. What lies
-    there is replaced only when it is an artifact. UserError for everything the user can mend.
+    there is replaced only when it is an artifact. like: of an artifact to make again: a hub source at its commit, and its
+    targets whatever this machine is. UserError for everything the user can mend.
     """
     start = time.monotonic()
 
@@ -66,7 +68,7 @@ def build(
         raise UserError(platform.no_compiler())
     _check_libraries()
     path = _output(recipe_path, output)
-    todo = plan(recipe_path, weights=True, progress=console is not None)
+    todo = plan(recipe_path, weights=True, progress=console is not None, like=like)
     checkpoint = todo.checkpoint
     assert checkpoint is not None
     say(f"source    {todo.source}: {len(todo.roles)} tensors, {todo.spec.family}")
@@ -356,7 +358,7 @@ def _publish(
 
     def manifest(found: dict[str, Entry]) -> Manifest:
         return Manifest(
-            format_version=1,
+            format_version=FORMAT_VERSION,
             minimum_runtime=__version__,
             name=todo.recipe.name,
             license=_license(todo),
@@ -377,14 +379,15 @@ def _publish(
             kernels={
                 t: KernelEntry(
                     path=kernels[t],
+                    layout="cpu",
                     description=codegen.description(todo.spec, layout.sections, layout.nbytes, layout.tp, limits, t),
                     compiler=compiled[t].compiler,
                     requires=compiled[t].requires,  # type: ignore[arg-type]
                 )
                 for t in todo.targets
             },
-            weights=[WeightsEntry(rank=r, path=p, nbytes=layout.nbytes) for r, p in enumerate(weights)],
-            sections=layout.sections,
+            weights=[WeightsEntry(layout="cpu", rank=r, path=p, nbytes=layout.nbytes) for r, p in enumerate(weights)],
+            sections={"cpu": layout.sections},
             tokenizer_files=sorted(tokenizer),
             quality={k: v for k, v in report.items() if k != "tensors"},
             entries=found,

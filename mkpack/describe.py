@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mkpack.artifact import open_artifact
-from mkpack.manifest import Entry, Manifest
+from mkpack.manifest import Entry, LayoutName, Manifest
 from mkpack.spec import ModelSpec
 
 
@@ -40,13 +40,16 @@ def check(path: Path) -> Iterator[tuple[bool, str]]:
             yield bool(damage), f"damaged  {damage[0]}" if damage else f"OK       {name}  {_size(entry.size)}"
 
 
-def bytes_by_kind(manifest: Manifest) -> dict[str, int]:
-    """Bytes of a rank's blob by kind of section ("qkv", "gate_up", ...), layers added up, scales with their matrix."""
-    sizes: dict[str, int] = {}
-    for section in manifest.sections:
-        kind = re.sub(r"^layers\.\d+\.", "", section.name).removesuffix(".scale")
-        sizes[kind] = sizes.get(kind, 0) + section.nbytes
-    return sizes
+def bytes_by_kind(manifest: Manifest) -> dict[LayoutName, dict[str, int]]:
+    """For every layout the bytes of a rank's blob by kind of section ("qkv", "gate_up", ...), layers added up, scales
+    with their matrix."""
+    found: dict[LayoutName, dict[str, int]] = {}
+    for layout, sections in manifest.sections.items():
+        sizes = found.setdefault(layout, {})
+        for section in sections:
+            kind = re.sub(r"^layers\.\d+\.", "", section.name).removesuffix(".scale")
+            sizes[kind] = sizes.get(kind, 0) + section.nbytes
+    return found
 
 
 def _lines(m: Manifest, tensors: bool) -> Iterator[str]:
@@ -69,19 +72,19 @@ def _lines(m: Manifest, tensors: bool) -> Iterator[str]:
         (target, kernel.path, kernel.compiler, _requires(kernel.requires)) for target, kernel in m.kernels.items()
     )
     yield from ("", "weights:")
-    yield from _table((f"rank {w.rank} of {m.tp}", w.path, _size(w.nbytes)) for w in m.weights)
-    yield from ("", "bytes of a rank's weights by kind:")
-    sizes = bytes_by_kind(m)
-    total = sum(sizes.values()) or 1
-    ordered = sorted(sizes.items(), key=lambda item: -item[1])
-    yield from _table((kind, _size(size), f"{size / total:.1%}") for kind, size in ordered)
+    yield from _table((f"{w.layout}, rank {w.rank} of {m.tp}", w.path, _size(w.nbytes)) for w in m.weights)
+    for layout, sizes in bytes_by_kind(m).items():
+        yield from ("", f"bytes of a rank's {layout} weights by kind:")
+        total = sum(sizes.values()) or 1
+        ordered = sorted(sizes.items(), key=lambda item: -item[1])
+        yield from _table((kind, _size(size), f"{size / total:.1%}") for kind, size in ordered)
     yield from ("", "entries:")
     yield from _table((name, _size(entry.size), "sha256 " + entry.sha256) for name, entry in _sorted(m.entries))
-    if tensors:
-        yield from ("", "sections (offset, bytes, format, rows x columns, tensors):")
+    for layout, sections in m.sections.items() if tensors else ():
+        yield from ("", f"{layout} sections (offset, bytes, format, rows x columns, tensors):")
         yield from _table(
             (s.name, f"{s.offset:#x}", str(s.nbytes), s.format, f"{s.rows}x{s.cols}", _few(s.tensors))
-            for s in m.sections
+            for s in sections
         )
 
 

@@ -115,7 +115,7 @@ def read(path: Path) -> Graph:
     with open_artifact(path) as artifact:
         m = artifact.manifest
     layout = layout_of(m)
-    if layout is None or layout.sections != m.sections:
+    if layout is None or layout.sections != m.sections.get("cpu", layout.sections):
         raise UserError(f"{path}: its sections are not those of this version of mkpack; rebuild it to see its schedule")
     return _graph(m.name, layout, m.limits.context, m.limits.tokens_per_step, path)
 

@@ -13,7 +13,7 @@ from functools import cached_property
 
 from mkpack.errors import UserError
 from mkpack.manifest import Manifest, Section
-from mkpack.spec import Format, ModelSpec, TensorRole
+from mkpack.spec import Format, ModelSpec, MoeSpec, TensorRole
 
 TILE_ROWS = 16
 BLOCK_COLS = 16
@@ -165,6 +165,10 @@ class Layout:
         if n := scale_floats(fmt):
             self._add(name + ".scale", "f32", tiles * n, 1, tiles * n * 4, tensors)
 
+    def _split_matrix(self, name: str, fmt: Format, rows: int, cols: int) -> None:
+        """A tensor [rows, cols] that is split along N, under its own name."""
+        self._matrix(name, fmt, cols, self.rank_tiles(rows), [[self._split(name, rows, r)] for r in range(self.tp)])
+
     def _split(self, tensor: str, rows: int, rank: int, tile: int = 0, stride: int = 1) -> Piece:
         """Rank's share of a matrix split along N: whole tiles, the last ranks may hold fewer rows or none."""
         tiles = self.rank_tiles(rows)
@@ -195,58 +199,109 @@ class Layout:
         d, heads = self.spec.head_dim, self.heads
         tq, tk = self.qkv_tiles()
         kv_row, kv_rows = heads.first_kv_head(rank) * d, heads.kv_heads * d
-        return [
+        pieces = [
             Piece(f"layers.{i}.q{suffix}", rank * heads.q_heads * d, heads.q_heads * d, 0, tq),
             Piece(f"layers.{i}.k{suffix}", kv_row, kv_rows, tq, tk),
             Piece(f"layers.{i}.v{suffix}", kv_row, kv_rows, tq + tk, tk),
         ]
+        if self.spec.attention_gate and not suffix:
+            q = pieces[0]
+            pieces.append(Piece(f"layers.{i}.attn_gate", q.row, q.rows, tq + 2 * tk, tq))
+        return pieces
 
     def _attention(self, i: int) -> None:
         spec, p, fmt = self.spec, f"layers.{i}.", self.precision["attention"]
         self._vector(p + "attn_norm", spec.hidden_size)
         tq, tk = self.qkv_tiles()
-        tiles = tq + 2 * tk
+        tiles = tq + 2 * tk + (tq if spec.attention_gate else 0)
         self._matrix(p + "qkv", fmt, spec.hidden_size, tiles, [self._qkv_pieces(i, r, "") for r in range(self.tp)])
         if spec.qkv_bias:
             self._vector(p + "qkv_bias", tiles * TILE_ROWS, [self._qkv_pieces(i, r, "_bias") for r in range(self.tp)])
-        if spec.qk_norm:
-            self._vector(p + "q_norm", spec.head_dim)
-            self._vector(p + "k_norm", spec.head_dim)
-        ranks = [[self._split(p + "o", spec.hidden_size, r)] for r in range(self.tp)]
-        self._matrix(p + "o", fmt, spec.q_size, self.rank_tiles(spec.hidden_size), ranks)
+        if spec.qk_norm and spec.qk_norm_weight:
+            whole = spec.qk_norm_over == "projection"
+            self._vector(p + "q_norm", spec.q_size if whole else spec.head_dim)
+            self._vector(p + "k_norm", spec.kv_size if whole else spec.head_dim)
+        if spec.attention_sinks:
+            self._vector(p + "sinks", spec.num_attention_heads)
+        self._split_matrix(p + "o", fmt, spec.hidden_size, spec.q_size)
         if spec.o_bias:
             self._vector(p + "o_bias", spec.hidden_size)
+        if spec.sandwich:
+            self._vector(p + "attn_residual_gate", spec.hidden_size)
 
     def _mlp(self, i: int) -> None:
-        spec, p = self.spec, f"layers.{i}."
+        spec, moe, p = self.spec, self.spec.moe, f"layers.{i}."
         self._vector(p + "mlp_norm", spec.hidden_size)
         if spec.layers[i].moe:
-            assert spec.moe is not None
-            tiles = ceil_div(spec.moe.num_experts, TILE_ROWS)
-            whole = [[Piece(p + "router", 0, spec.moe.num_experts, 0, tiles)]] * self.tp
-            self._matrix(p + "router", self.router_format, spec.hidden_size, tiles, whole)
-            prefixes = [f"{p}experts.{e}." for e in range(spec.moe.num_experts)]
-            n, fmt = spec.moe.intermediate_size, self.precision["experts"]
+            assert moe is not None
+            self._router(moe, p)
+            prefixes = [f"{p}experts.{e}." for e in range(moe.num_experts)]
+            width, n, bias = moe.hidden_size or spec.hidden_size, moe.intermediate_size, moe.expert_bias
+            self._experts(p, prefixes, self.precision["experts"], width, n, bias)
+            if moe.hidden_size:
+                self._vector(p + "expert_norm", width)
+                self._split_matrix(p + "post_proj", self.precision["dense"], spec.hidden_size, width)
         else:
             assert spec.dense_intermediate_size is not None
-            prefixes, n, fmt = [p + "dense."], spec.dense_intermediate_size, self.precision["dense"]
-        inner, outer = self.rank_tiles(n), self.rank_tiles(spec.hidden_size)
-        gate_up, down = [], []
-        for r in range(self.tp):
+            n, fmt = spec.dense_intermediate_size, self.precision["dense"]
+            self._experts(p, [p + "dense."], fmt, spec.hidden_size, n, bias=False)
+        if spec.sandwich:
+            self._vector(p + "mlp_out_norm", spec.hidden_size)
+            self._vector(p + "mlp_residual_gate", spec.hidden_size)
+
+    def _router(self, moe: MoeSpec, p: str) -> None:
+        """What comes between the norm and the experts."""
+        tiles = ceil_div(moe.num_experts, TILE_ROWS)
+        whole = [[Piece(p + "router", 0, moe.num_experts, 0, tiles)]] * self.tp
+        self._matrix(p + "router", self.router_format, self.spec.hidden_size, tiles, whole)
+        if moe.router_bias:
+            self._vector(p + "router_bias", moe.num_experts)
+        if moe.hidden_size:
+            self._split_matrix(p + "pre_proj", self.precision["dense"], moe.hidden_size, self.spec.hidden_size)
+        if moe.choice_bias:
+            self._vector(p + "choice_bias", moe.num_experts)
+        if moe.hidden_size:
+            self._vector(p + "pre_norm", moe.hidden_size)
+
+    def _experts(self, p: str, prefixes: list[str], fmt: Format, width: int, n: int, bias: bool) -> None:
+        """gate, up and down of experts that are `width` wide outside and `n` inside; a dense MLP is one of them."""
+        inner, outer = self.rank_tiles(n), self.rank_tiles(width)
+
+        def gate_up(rank: int, suffix: str) -> list[Piece]:
             pairs: list[Piece] = []
             for e, x in enumerate(prefixes):
-                pairs.append(self._split(x + "gate", n, r, 2 * inner * e, 2))
-                pairs.append(self._split(x + "up", n, r, 2 * inner * e + 1, 2))
-            gate_up.append(pairs)
-            down.append([self._split(x + "down", spec.hidden_size, r, outer * e) for e, x in enumerate(prefixes)])
-        self._matrix(p + "gate_up", fmt, spec.hidden_size, 2 * inner * len(prefixes), gate_up)
-        self._matrix(p + "down", fmt, n, outer * len(prefixes), down)
+                pairs.append(self._split(f"{x}gate{suffix}", n, rank, 2 * inner * e, 2))
+                pairs.append(self._split(f"{x}up{suffix}", n, rank, 2 * inner * e + 1, 2))
+            return pairs
+
+        def down(rank: int, suffix: str) -> list[Piece]:
+            return [self._split(f"{x}down{suffix}", width, rank, outer * e) for e, x in enumerate(prefixes)]
+
+        pairs, tiles = 2 * inner * len(prefixes), outer * len(prefixes)
+        self._matrix(p + "gate_up", fmt, width, pairs, [gate_up(r, "") for r in range(self.tp)])
+        if bias:
+            self._vector(p + "gate_up_bias", pairs * TILE_ROWS, [gate_up(r, "_bias") for r in range(self.tp)])
+        self._matrix(p + "down", fmt, n, tiles, [down(r, "") for r in range(self.tp)])
+        if bias:
+            self._vector(p + "down_bias", tiles * TILE_ROWS, [down(r, "_bias") for r in range(self.tp)])
+
 
 def layout_of(m: Manifest) -> Layout | None:
-    """The layout of an artifact, made again from its manifest; None for a spec that no family file makes. Its sections
-    are the manifest's only when this version of mkpack lays models out as the one that built it."""
-    routers = {s.format for s in m.sections if s.name.endswith(".router")}
+    """The CPU layout of an artifact, made again from its manifest; None for a spec that no family file makes. Its
+    sections are the manifest's only when this version of mkpack lays models out as the one that built it."""
+    sections = [s for table in m.sections.values() for s in table]
+    routers = {s.format for s in sections if s.name == "routers" or s.name.endswith(".router")}
     try:
         return Layout(m.spec, {str(k): v for k, v in m.precision.items()}, m.tp, min(routers, default="f32"))
     except (UserError, AssertionError, ArithmeticError, LookupError):
         return None
+
+
+def counted_sections(m: Manifest) -> list[Section]:
+    """The sections that the bytes of a step are counted by: those of the CPU layout, made again for an artifact of GPUs
+    alone, where the same matrices differ by their padding. UserError for a spec that no family file makes."""
+    if "cpu" in m.sections:
+        return m.sections["cpu"]
+    if (layout := layout_of(m)) is None:
+        raise UserError("this model is laid out as no version of mkpack known here does it; build the artifact again")
+    return layout.sections

@@ -105,7 +105,8 @@ def _load(
     if rebuilt is None:
         signature = sign.find(artifact.path)
         trust.require(str(artifact.path), manifest, artifact.digest, target, signature=signature, allow=trust_kernel)
-    weights = [entry.path for entry in manifest.weights]
+    blobs = manifest.weights_in(kernel.layout)
+    weights = [entry.path for entry in blobs]
     addresses = [artifact.address(name) for name in weights]
     digests = _Digests(artifact, weights) if verify else None
     library = Library(rebuilt.data if rebuilt else content[kernel.path], f"{artifact.path}: {kernel.path}")
@@ -119,7 +120,7 @@ def _load(
     native = NativeModel(
         library,
         addresses,
-        manifest.weights[0].nbytes,
+        blobs[0].nbytes,
         threads=threads or platform.cores(),
         context=positions,
         wait_limit=wait_limit,

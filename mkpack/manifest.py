@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
@@ -13,9 +13,10 @@ from mkpack import __version__
 from mkpack.errors import UserError, combine
 from mkpack.spec import Format, ModelSpec, Precision
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST_NAME = "manifest.json"
 SIGNATURE_NAME = "model.sig"  # beside the entries of a folder; it cannot be one, since it signs the list of them
+LayoutName = Literal["cpu", "cuda"]  # how weights lie in their blobs; every kernel reads one of them
 CHUNK = 32 << 20  # bytes of an entry covered by one chunk digest
 WEIGHTS_ALIGNMENT = 4096
 MAX_NAME = 200
@@ -116,9 +117,11 @@ class Limits(_Frozen):
 
 
 class KernelEntry(_Frozen):
-    """One compiled model. `description` is the exact text that mk_describe() of the .so returns."""
+    """One compiled model. `description` is the exact text that mk_describe() of the .so returns; `layout` names the
+    blobs it reads."""
 
     path: EntryName
+    layout: LayoutName
     description: str
     compiler: str
     requires: dict[str, JsonValue]
@@ -133,15 +136,17 @@ class KernelEntry(_Frozen):
 
 
 class WeightsEntry(_Frozen):
-    """The packed blob of one rank."""
+    """The packed blob of one rank in one layout."""
 
+    layout: LayoutName
     rank: Count
     path: EntryName
     nbytes: Positive
 
 
 class Section(_Frozen):
-    """One 4096-aligned piece of every rank's blob: `tensors` stored as [rows, cols] in `format`, at `offset` bytes."""
+    """One 4096-aligned piece of every rank's blob in a layout: `tensors` stored as [rows, cols] in `format`, at byte
+    `offset`."""
 
     name: str
     format: Format
@@ -155,7 +160,7 @@ class Section(_Frozen):
 class Manifest(_Frozen):
     """manifest.json. `entries` covers every other file of the artifact."""
 
-    format_version: Literal[1]
+    format_version: Literal[2]
     minimum_runtime: Version
     name: str
     license: str
@@ -169,7 +174,7 @@ class Manifest(_Frozen):
     tp: Positive
     kernels: dict[str, KernelEntry]
     weights: list[WeightsEntry]
-    sections: list[Section]
+    sections: dict[LayoutName, list[Section]]
     tokenizer_files: list[EntryName]
     quality: dict[str, JsonValue] | None
     entries: dict[EntryName, Entry]
@@ -185,11 +190,10 @@ class Manifest(_Frozen):
             yield f"entries lists {MANIFEST_NAME}, which cannot hold its own digest"
         if SIGNATURE_NAME in self.entries:
             yield f"entries lists {SIGNATURE_NAME}, the name of a signature over them"
-        ranks = [w.rank for w in self.weights]
-        if len(ranks) != self.tp or ranks != list(range(len(ranks))):
-            yield f"weights: expected ranks 0 to {self.tp - 1} in order, found {shown(ranks)}"
-        if len({w.nbytes for w in self.weights}) > 1:  # a kernel is told one size, and reads that much of every blob
-            yield f"weights: every rank has as many bytes, found {shown([w.nbytes for w in self.weights])}"
+        if not self.weights:
+            yield "weights: none"
+        for layout in get_args(LayoutName):
+            yield from self._layout_contradictions(layout)
         for w in self.weights:
             if w.path in self.entries and self.entries[w.path].size != w.nbytes:
                 yield f"weights of rank {w.rank}: {w.nbytes} bytes here, {self.entries[w.path].size} in entries"
@@ -199,14 +203,33 @@ class Manifest(_Frozen):
         for path in named:
             if path not in self.entries:
                 yield f"{path} is named but not in entries"
-        blob, end = min((w.nbytes for w in self.weights), default=0), 0
-        for s in self.sections:
+
+    def _layout_contradictions(self, layout: LayoutName) -> Iterator[str]:
+        found = self.weights_in(layout)
+        users = [shown(target) for target, kernel in self.kernels.items() if kernel.layout == layout]
+        if not found and not users and layout not in self.sections:
+            return
+        ranks = [w.rank for w in found]
+        if len(ranks) != self.tp or ranks != list(range(len(ranks))):
+            needed = f" ({', '.join(users)} read them)" if users else ""
+            yield f"{layout} weights: expected ranks 0 to {self.tp - 1} in order{needed}, found {shown(ranks)}"
+        if len({w.nbytes for w in found}) > 1:  # a kernel is told one size, and reads that much of every blob
+            yield f"{layout} weights: every rank has as many bytes, found {shown([w.nbytes for w in found])}"
+        if layout not in self.sections:
+            yield f"sections: none of the layout {layout}"
+        blob, end = min((w.nbytes for w in found), default=0), 0
+        for s in self.sections.get(layout, []):
             if s.offset % WEIGHTS_ALIGNMENT or s.offset < end or s.offset + s.nbytes > blob:
                 yield (
-                    f"section {shown(s.name)}: bytes {s.offset} to {s.offset + s.nbytes} are not {WEIGHTS_ALIGNMENT}-"
-                    f"aligned, after the section before (ends at {end}) and within the blob ({blob} bytes)"
+                    f"{layout} section {shown(s.name)}: bytes {s.offset} to {s.offset + s.nbytes} are not "
+                    f"{WEIGHTS_ALIGNMENT}-aligned, after the section before (ends at {end}) and within the blob "
+                    f"({blob} bytes)"
                 )
             end = s.offset + s.nbytes
+
+    def weights_in(self, layout: LayoutName) -> list[WeightsEntry]:
+        """The blobs of one layout, rank 0 first; empty when the artifact has no kernel that reads it."""
+        return [w for w in self.weights if w.layout == layout]
 
     def to_bytes(self) -> bytes:
         """The one JSON text of this manifest: sorted keys, so equal manifests give equal bytes."""
@@ -216,7 +239,7 @@ class Manifest(_Frozen):
     def parse(cls, data: bytes, where: str) -> Manifest:
         """Reads and checks manifest.json; `where` names it in errors. UserError: every problem, in one message.
 
-        Versions are looked at before the fields: a newer format has fields that this version cannot know.
+        Versions are looked at before the fields: another format has other fields.
         """
         try:
             raw = json.loads(data.decode("utf-8"), object_pairs_hook=_no_duplicates)
@@ -224,8 +247,8 @@ class Manifest(_Frozen):
             raise UserError(f"{where}: not JSON: {shown(str(e))}") from e
         if not isinstance(raw, dict):
             raise UserError(f"{where}: expected a JSON object, found {type(raw).__name__}")
-        if newer := list(_newer(raw)):
-            raise combine(where, newer)
+        if other := list(_other_version(raw)):
+            raise combine(where, other)
         try:
             return cls.model_validate_json(data, strict=True)
         except (ValidationError, RecursionError) as e:
@@ -241,8 +264,13 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _newer(raw: dict[str, Any]) -> Iterator[str]:
+def _other_version(raw: dict[str, Any]) -> Iterator[str]:
     found = raw.get("format_version")
+    if type(found) is int and 0 < found < FORMAT_VERSION:
+        yield (
+            f"older format: found format {found}, mkpack {__version__} reads format {FORMAT_VERSION}; build the "
+            "artifact again"
+        )
     if isinstance(found, int) and found > FORMAT_VERSION:
         yield (
             f"newer format: found format {shown(found)}, mkpack {__version__} supports up to {FORMAT_VERSION}; "

@@ -14,7 +14,7 @@ from pathlib import Path
 from mkpack import __version__, codegen, platform, provenance, schedule
 from mkpack.compile import Unit, compile_kernels
 from mkpack.errors import InternalError, UserError, os_errors
-from mkpack.layout import layout_of
+from mkpack.layout import Layout, layout_of
 from mkpack.manifest import Manifest, Producer, shown
 from mkpack.trust import only_mine
 
@@ -97,7 +97,7 @@ def _unit(where: str, manifest: Manifest, target: str) -> Unit:
         raise UserError(f"{where}: the kernel cannot be rebuilt: sizes no model has: {', '.join(wrong)}")
     layout = layout_of(manifest)
     other = f"{where}: the kernel cannot be rebuilt: mkpack {__version__} would lay this model out otherwise"
-    if layout is None or layout.sections != manifest.sections or layout.nbytes != manifest.weights[0].nbytes:
+    if layout is None or not _same(layout, manifest):
         raise UserError(f"{other}; install the version that built it ({_producer(manifest.producer)})")
     text = codegen.description(spec, layout.sections, layout.nbytes, layout.tp, limits, target)
     if json.loads(text) != json.loads(manifest.kernels[target].description):
@@ -109,6 +109,11 @@ def _unit(where: str, manifest: Manifest, target: str) -> Unit:
         return Unit(target, target, codegen.model_header(layout, limits, target))
     except (InternalError, AssertionError, ArithmeticError, LookupError, ValueError) as e:
         raise UserError(f"{where}: the kernel cannot be rebuilt: {shown(str(e))}") from e
+
+
+def _same(layout: Layout, manifest: Manifest) -> bool:
+    sizes = {w.nbytes for w in manifest.weights_in("cpu")}
+    return layout.sections == manifest.sections.get("cpu") and {layout.nbytes} == sizes
 
 
 def _key(unit: Unit) -> str:

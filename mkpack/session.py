@@ -189,6 +189,7 @@ def _summary(result: Result, text: str) -> dict[str, Any]:
 def stats(model: Model, result: Result) -> str:
     """Tokens, time a token, and beside it the time that reading a token's weights and cache takes at least."""
     from mkpack import schedule
+    from mkpack.layout import counted_sections
 
     later = result.num_new_tokens - 1  # the first new token is the prefill's
     lines = [f"prompt: {_speed(result.num_prompt_tokens, result.prefill_s)}"]
@@ -197,7 +198,7 @@ def stats(model: Model, result: Result) -> str:
     )
     manifest, bandwidth = model.manifest, model.read_bandwidth()
     middle = result.num_cached_tokens + result.num_prompt_tokens + result.num_new_tokens // 2
-    nbytes = schedule.bytes_per_step(manifest.spec, manifest.sections, manifest.tp, position=middle)
+    nbytes = schedule.bytes_per_step(manifest.spec, counted_sections(manifest), manifest.tp, position=middle)
     bound = nbytes / bandwidth
     reached = f", {bound / (result.decode_s / later):.0%} of it reached" if later and result.decode_s else ""
     lines.append(

@@ -11,7 +11,7 @@ from mkpack import __version__
 from mkpack.artifact import open_artifact, write_artifact
 from mkpack.digest import Digester
 from mkpack.errors import UserError
-from mkpack.manifest import Entry, Manifest
+from mkpack.manifest import FORMAT_VERSION, Entry, Manifest
 
 FILES: dict[str, bytes] = {
     "kernels/x86-64-v3.so": b"\x7fELF" + bytes(range(256)) * 8,
@@ -23,13 +23,18 @@ FILES: dict[str, bytes] = {
     "empty.txt": b"",
 }
 
+SECTIONS: list[dict[str, Any]] = [
+    {"name": "embed", "format": "bf16", "rows": 48, "cols": 48, "offset": 0, "nbytes": 4608, "tensors": ["embed"]},
+    {"name": "norm", "format": "f32", "rows": 48, "cols": 1, "offset": 8192, "nbytes": 192, "tensors": ["norm"]},
+]
+
 
 def manifest(entries: dict[str, Entry], **changes: Any) -> Manifest:
     """A manifest that lists `entries`; every weights/ entry becomes a rank. `changes` replace fields."""
     weights = sorted(name for name in entries if name.startswith("weights/"))
     kernels = sorted(name for name in entries if name.startswith("kernels/"))
     fields: dict[str, Any] = {
-        "format_version": 1,
+        "format_version": FORMAT_VERSION,
         "minimum_runtime": __version__,
         "name": "tiny",
         "license": "apache-2.0",
@@ -67,30 +72,11 @@ def manifest(entries: dict[str, Entry], **changes: Any) -> Manifest:
         "limits": {"context": 128, "tokens_per_step": 16},
         "tp": max(1, len(weights)),
         "kernels": {
-            Path(name).stem: {"path": name, "description": '{"abi": 1}', "compiler": "g++ 12.2.0", "requires": {}}
+            Path(name).stem: {"path": name, "layout": "cpu", "description": '{"abi": 1}', "compiler": "g++ 12.2.0", "requires": {}}
             for name in kernels
         },
-        "weights": [{"rank": i, "path": name, "nbytes": entries[name].size} for i, name in enumerate(weights)],
-        "sections": [
-            {
-                "name": "embed",
-                "format": "bf16",
-                "rows": 48,
-                "cols": 48,
-                "offset": 0,
-                "nbytes": 4608,
-                "tensors": ["embed"],
-            },
-            {
-                "name": "norm",
-                "format": "f32",
-                "rows": 48,
-                "cols": 1,
-                "offset": 8192,
-                "nbytes": 192,
-                "tensors": ["norm"],
-            },
-        ],
+        "weights": [{"layout": "cpu", "rank": i, "path": name, "nbytes": entries[name].size} for i, name in enumerate(weights)],
+        "sections": {"cpu": SECTIONS},
         "tokenizer_files": [name for name in entries if name.startswith("tokenizer/")],
         "quality": {"kl": 0.01},
         "entries": {name: entry.model_dump() for name, entry in entries.items()},

@@ -66,9 +66,11 @@ def layout_of(artifact: Artifact, *, untied: bool = False) -> Layout:
     tied embedding stored in two precisions has too."""
     m = artifact.manifest
     spec = m.spec.model_copy(update={"tie_word_embeddings": False}) if untied else m.spec
-    router = next((s.format for s in m.sections if s.name.endswith(".router")), "f32")
+    router = next((s.format for s in m.sections["cpu"] if s.name.endswith(".router")), "f32")
     layout = Layout(spec, m.precision, m.tp, router)
-    assert [(s.name, s.offset, s.nbytes) for s in layout.sections] == [(s.name, s.offset, s.nbytes) for s in m.sections]
+    assert [(s.name, s.offset, s.nbytes) for s in layout.sections] == [
+        (s.name, s.offset, s.nbytes) for s in m.sections["cpu"]
+    ]
     return layout
 
 
@@ -81,7 +83,7 @@ def dequantised(path: Path, checkpoint: Path) -> dict[str, np.ndarray]:
         layout = layout_of(artifact, untied=split)
         roles = list(tensors(layout.spec, names))
         shapes = {r.name: r.shape for r in roles}
-        blobs = [np.frombuffer(artifact.read(w.path), np.uint8) for w in artifact.manifest.weights]
+        blobs = [np.frombuffer(artifact.read(w.path), np.uint8) for w in artifact.manifest.weights_in("cpu")]
         return {r.source: dequantise(unpack(layout, blobs, shapes, r.name)).copy() for r in roles}
 
 

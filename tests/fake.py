@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from mkpack import platform, trust
 from mkpack.artifact import write_artifact
-from mkpack.manifest import KernelEntry, Limits, Manifest, Producer, Source, WeightsEntry
+from mkpack.manifest import FORMAT_VERSION, KernelEntry, Limits, Manifest, Producer, Source, WeightsEntry
 from mkpack.spec import LayerSpec, ModelSpec, RopeSpec
 
 CONTEXT = 64
@@ -166,7 +166,7 @@ def artifact(
 
     def manifest(digests):
         return Manifest(
-            format_version=1,
+            format_version=FORMAT_VERSION,
             minimum_runtime="0.1",
             name=name,
             license="apache-2.0",
@@ -181,11 +181,11 @@ def artifact(
             limits=Limits(context=CONTEXT, tokens_per_step=4),
             tp=1,
             kernels={
-                t: KernelEntry(path=f"kernels/{t}.so", description=described, compiler="g++", requires={})
+                t: KernelEntry(path=f"kernels/{t}.so", layout="cpu", description=described, compiler="g++", requires={})
                 for t in targets
             },
-            weights=[WeightsEntry(rank=0, path="weights/rank0.bin", nbytes=len(blob))],
-            sections=[],
+            weights=[WeightsEntry(layout="cpu", rank=0, path="weights/rank0.bin", nbytes=len(blob))],
+            sections={"cpu": []},
             tokenizer_files=list(files),
             quality=None,
             entries=digests,

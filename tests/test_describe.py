@@ -44,7 +44,7 @@ def test_describe_names_what_is_inside(artifact: Path) -> None:
         assert expected in lines
     assert "mixtral, 1 layers (1 with experts)" in text and "5 experts of 48, top_k 2" in text
     assert "torch 2.13.0" in text and "commit 0123456789ab" in text
-    assert "rank 1 of 2" in text and "x86-64-v3  kernels/x86-64-v3.so  g++ 12.2.0" in text
+    assert "cpu, rank 1 of 2" in text and "bytes of a rank's cpu weights by kind:" in text and "x86-64-v3  kernels/x86-64-v3.so  g++ 12.2.0" in text
     assert "sections" not in text
 
 
@@ -68,15 +68,15 @@ def test_tensors_adds_the_section_table(artifact: Path) -> None:
     with open_artifact(artifact) as opened:
         assert "norm   0x2000  192   f32   48x1   norm" in describe(opened.manifest, tensors=True)
         assert "sections" not in json.loads(to_json(opened.manifest))
-        assert json.loads(to_json(opened.manifest, tensors=True))["sections"][1]["offset"] == 8192
+        assert json.loads(to_json(opened.manifest, tensors=True))["sections"]["cpu"][1]["offset"] == 8192
 
 
 def test_bytes_by_kind_adds_layers_and_scales(artifact: Path) -> None:
     names = ["embed", "layers.0.qkv", "layers.0.qkv.scale", "layers.11.qkv", "layers.11.down"]
     sections = [_section(name, 0, 10**i) for i, name in enumerate(names)]
     with open_artifact(artifact) as opened:
-        fields = opened.manifest.model_copy(update={"sections": [type("S", (), s) for s in sections]})
-    assert bytes_by_kind(fields) == {"embed": 1, "qkv": 1110, "down": 10000}
+        fields = opened.manifest.model_copy(update={"sections": {"cuda": [type("S", (), s) for s in sections]}})
+    assert bytes_by_kind(fields) == {"cuda": {"embed": 1, "qkv": 1110, "down": 10000}}
 
 
 def test_check_says_ok_for_every_entry(artifact: Path) -> None:

@@ -105,8 +105,8 @@ def test_another_system(make, monkeypatch):
 def test_newer_format(make, monkeypatch, tmp_path):
     extract(make(HELLO), tmp_path / "folder")
     manifest = tmp_path / "folder/manifest.json"
-    manifest.write_text(manifest.read_text().replace('"format_version": 1', '"format_version": 2'))
-    assert "newer format: found format 2" in must_not_load(tmp_path / "folder", monkeypatch)
+    manifest.write_text(manifest.read_text().replace('"format_version": 2', '"format_version": 3'))
+    assert "newer format: found format 3" in must_not_load(tmp_path / "folder", monkeypatch)
 
 
 def test_a_damaged_kernel_is_not_loaded(make, monkeypatch):

@@ -63,8 +63,8 @@ def test_not_a_number_is_never_written() -> None:
 
 
 def test_newer_versions_come_before_unknown_fields(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = changed(lambda m: m.update(format_version=2, minimum_runtime="99.1", novelty=1, name=3))
-    text = refused(data, "newer format: found format 2", "supports up to 1", "minimum_runtime 99.1", "upgrade mkpack")
+    data = changed(lambda m: m.update(format_version=3, minimum_runtime="99.1", novelty=1, name=3))
+    text = refused(data, "newer format: found format 3", "supports up to 2", "minimum_runtime 99.1", "upgrade mkpack")
     assert "novelty" not in text and "2 problems" in text
     monkeypatch.setattr(module, "__version__", "1.2.3")
     for version, newer in [("1.2.3", 0), ("1.2", 0), ("1.2.3.0", 0), ("1.10.0", 1), ("1.2.3.1", 1), ("2", 1)]:
@@ -81,7 +81,8 @@ def test_newer_versions_come_before_unknown_fields(monkeypatch: pytest.MonkeyPat
         (lambda m: m.update(novelty=1), "novelty: unknown field"),
         (lambda m: m["producer"].update(host="h"), "producer.host: unknown field"),
         (lambda m: m.pop("license"), "license: missing field"),
-        (lambda m: m.update(format_version=0), "format_version: Input should be 1, found 0"),
+        (lambda m: m.update(format_version=0), "format_version: Input should be 2, found 0"),
+        (lambda m: m.update(format_version=1, x=1), "older format: found format 1, mkpack 0.1.0 reads format 2; build"),
         (lambda m: m.update(tp="1"), "tp: Input should be a valid integer, found 1"),
         (lambda m: m.update(minimum_runtime="new"), "minimum_runtime: String should match"),
         (lambda m: m.update(build_key="F" * 64), "build_key: String should match"),
@@ -95,14 +96,17 @@ def test_newer_versions_come_before_unknown_fields(monkeypatch: pytest.MonkeyPat
         (lambda m: m["kernels"]["x86-64-v3"].update(path="kernels/y.so"), "kernels/y.so is named but not in entries"),
         (lambda m: m["kernels"]["x86-64-v3"].update(path="../y.so"), "is not a plain relative path"),
         (lambda m: m["tokenizer_files"].append("z"), "z is named but not in entries"),
-        (lambda m: m.update(tp=2), "weights: expected ranks 0 to 1 in order, found [0]"),
-        (lambda m: m.update(weights=[]), "weights: expected ranks 0 to 0 in order, found []"),
+        (lambda m: m.update(tp=2), "cpu weights: expected ranks 0 to 1 in order (x86-64-v3 read them), found [0]"),
+        (lambda m: m["kernels"]["x86-64-v3"].update(layout="cuda"), "cuda weights: expected ranks 0 to 0 in order (x86"),
+        (lambda m: m["kernels"]["x86-64-v3"].update(layout="cuda"), "sections: none of the layout cuda"),
+        (lambda m: m["weights"][0].update(layout="tpu"), "weights.0.layout: Input should be 'cpu' or 'cuda'"),
+        (lambda m: m.update(weights=[], kernels={}, sections={}), "weights: none"),
         (lambda m: m["weights"][0].update(nbytes=4096), "weights of rank 0: 4096 bytes here, 12288 in entries"),
         (lambda m: m["weights"][0].update(path="kernels/x86-64-v3.so"), "outside weights/"),
-        (lambda m: m["sections"][1].update(offset=8000), "section norm: bytes 8000 to 8192 are not 4096-aligned"),
-        (lambda m: m["sections"][1].update(offset=4096), "after the section before (ends at 4608)"),
-        (lambda m: m["sections"][1].update(nbytes=4097), "within the blob (12288 bytes)"),
-        (lambda m: m["sections"][1].update(format="int4"), "sections.1.format"),
+        (lambda m: m["sections"]["cpu"][1].update(offset=8000), "section norm: bytes 8000 to 8192 are not 4096-aligned"),
+        (lambda m: m["sections"]["cpu"][1].update(offset=4096), "after the section before (ends at 4608)"),
+        (lambda m: m["sections"]["cpu"][1].update(nbytes=4097), "within the blob (12288 bytes)"),
+        (lambda m: m["sections"]["cpu"][1].update(format="int4"), "sections.cpu.1.format"),
         (lambda m: m["entries"].update({"manifest.json": m["entries"]["weights/rank-0.bin"]}), "its own digest"),
         (lambda m: m["entries"]["weights/rank-0.bin"].update(chunks=["0" * 64]), "0 chunk digests, found 1"),
         (lambda m: m["entries"]["weights/rank-0.bin"].update(size=CHUNK + 1), "2 chunk digests, found 0"),

@@ -46,10 +46,10 @@ def test_numbers_of_the_plan_are_those_of_the_artifact(stub, tmp_path, case, opt
     promised = json.loads(todo.to_json())
     assert promised["artifact_bytes"] == sum(w.nbytes for w in manifest.weights)
     assert promised["artifact_bytes"] <= path.stat().st_size < promised["artifact_bytes"] + 5e6
-    assert sum(promised["bytes_by_format"].values()) == manifest.tp * sum(s.nbytes for s in manifest.sections)
+    assert sum(promised["bytes_by_format"].values()) == manifest.tp * sum(s.nbytes for s in manifest.sections["cpu"])
     assert promised["parameters"] == sum(t.numel() for t in families.checkpoint_tensors(checkpoint).values())
     assert promised["targets"] == list(manifest.kernels) and promised["precision"] == manifest.precision
-    read = schedule.bytes_per_step(manifest.spec, manifest.sections, manifest.tp, 1)
+    read = schedule.bytes_per_step(manifest.spec, manifest.sections["cpu"], manifest.tp, 1)
     assert promised["bytes_per_token"] == round(read) <= promised["artifact_bytes"]
     blobs = sum(blob.stat().st_size for blob in Path(f"{path}.work").glob("*.bin"))
     assert blobs + path.stat().st_size <= promised["disk_bytes"]
