@@ -1,143 +1,229 @@
 """What the CUDA kernel can do, and where each section lies in its blob. Pure arithmetic, no bytes.
 
-Mirrors csrc/cuda/layout.cuh; docs/CUDA.md says the same in words, and the generated header asserts the sizes.
+Mirrors csrc/cuda/layout.cuh; docs/CUDA.md says the same in words, and model.cu asserts that the sizes agree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import get_args
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import BaseModel
 
 from mkpack.layout import SECTION_ALIGN, align, ceil_div
 from mkpack.manifest import Section
-from mkpack.spec import Format, ModelSpec, Precision, SourceNames, tensors
+from mkpack.spec import Format, LayerSpec, ModelSpec, MoeSpec, Precision, SourceNames, TensorRole, tensors
 
 # Blocks of the resident kernel, one an SM: what the smallest GPU of that architecture that it is meant for has (an H200
 # or H100 SXM, a B200).
 GRID = {"sm_90a": 132, "sm_100a": 148}
 
-HIDDEN, HEADS, KV_HEADS, HEAD_DIM, EXPERTS, TOP_K = 2048, 32, 4, 128, 128, 8
-# Multiples of 256, because a warp of the down phase takes pairs of chunks; at most 768, what its slice of shared memory
-# holds; above 396, so that an SM has a gate/up page left to issue after the first two.
-MOE_INTERMEDIATE = (512, 768)
-PAGE_ROWS, PAGE_COLUMNS = 8, 1024  # of a bf16 page
+HEAD_DIMS = (64, 128)
+MAX_GROUP = 16  # query heads of one KV head
+MAX_EXPERTS, MAX_TOP_K = 512, 32
+PAGE_ROWS = 8  # of a dense matrix's page
+SHARE_ROW_BYTES = 128  # of a page's row that one warp reads: 64 columns of bf16 or 128 of fp8
 OWNED_ROWS = 16  # of a down tile
 PAIR_ROWS = 8  # gate rows, and as many up rows, of a gate/up tile
 CHUNK = 64  # columns of an NVFP4 tile that lie together
+CHUNK_CODES, CHUNK_SCALES = 512, 64  # bytes of a chunk
+PAGE_CHUNKS = 32  # at most, of an NVFP4 page
+
+_WIDTH: dict[Format, int] = {"bf16": 2, "fp8": 1, "f32": 4}  # bytes of an element of a dense matrix or router
 
 
 def cuda_refusals(
     spec: ModelSpec, precision: Mapping[Precision, Format], tp: int = 1, router_format: Format = "bf16"
 ) -> list[str]:
     """Everything that this version of the kernel cannot do of a model, by name; empty when it can run it."""
-    found: list[str] = []
+    return [f"{name} is {value}, the kernel takes {takes}" for name, value, takes in _limits(spec, tp)] + [
+        f"{name} is {value}, the kernel takes {' or '.join(allowed)}"
+        for name, value, allowed in (
+            ("quantise.experts", precision["experts"], ["nvfp4"]),
+            ("quantise.attention", precision["attention"], ["bf16", "fp8"]),
+            ("quantise.lm_head", precision["lm_head"], ["bf16", "fp8"]),
+            ("quantise.embeddings", precision["embeddings"], ["bf16"]),
+            ("the routers' dtype", router_format, ["bf16", "f32"]),
+        )
+        if value not in allowed
+    ]
 
-    def only(name: str, value: object, *allowed: object) -> None:
-        if value not in allowed:
-            found.append(f"{name} is {value}, the kernel takes {' or '.join(map(str, allowed))}")
 
-    only("parallel.tp", tp, 1)
-    only("hidden_size", spec.hidden_size, HIDDEN)
-    only("num_attention_heads", spec.num_attention_heads, HEADS)
-    only("num_key_value_heads", spec.num_key_value_heads, KV_HEADS)
-    only("head_dim", spec.head_dim, HEAD_DIM)
-    only("rotary dimensions", 2 * len(spec.rope.inv_freq), HEAD_DIM)
-    if spec.vocab_size % PAGE_ROWS:
-        found.append(f"vocab_size is {spec.vocab_size}, the kernel takes multiples of {PAGE_ROWS}")
+def _limits(spec: ModelSpec, tp: int) -> Iterator[tuple[str, object, object]]:
+    """(name, value, what the kernel takes) of everything in a model's shape and features that it does not take."""
+    heads, kv_heads = spec.num_attention_heads, spec.num_key_value_heads
+    if tp != 1:
+        yield "parallel.tp", tp, 1
+    if spec.hidden_size % CHUNK:
+        yield "hidden_size", spec.hidden_size, f"multiples of {CHUNK}"
+    if spec.head_dim not in HEAD_DIMS:
+        yield "head_dim", spec.head_dim, " or ".join(map(str, HEAD_DIMS))
+    if spec.q_size % CHUNK:
+        yield "num_attention_heads * head_dim", spec.q_size, f"multiples of {CHUNK}"
+    if heads % kv_heads or heads // kv_heads > MAX_GROUP:
+        yield (
+            "num_attention_heads / num_key_value_heads",
+            f"{heads} / {kv_heads}",
+            f"1 to {MAX_GROUP} query heads a KV head",
+        )
+    if not 0 < 2 * len(spec.rope.inv_freq) <= spec.head_dim:
+        yield "rotary dimensions", 2 * len(spec.rope.inv_freq), f"2 to head_dim ({spec.head_dim})"
     if spec.moe:
-        only("num_experts", spec.moe.num_experts, EXPERTS)
-        only("top_k", spec.moe.top_k, TOP_K)
-        only("moe intermediate_size", spec.moe.intermediate_size, *MOE_INTERMEDIATE)
-        only("norm_topk_prob", spec.moe.norm_topk_prob, True)
+        if spec.moe.num_experts > MAX_EXPERTS:
+            yield "num_experts", spec.moe.num_experts, f"at most {MAX_EXPERTS}"
+        if spec.moe.top_k > min(MAX_TOP_K, spec.moe.num_experts):
+            yield "top_k", spec.moe.top_k, f"at most {min(MAX_TOP_K, spec.moe.num_experts)}"
+        if spec.moe.intermediate_size % CHUNK:
+            yield "moe intermediate_size", spec.moe.intermediate_size, f"multiples of {CHUNK}"
+        yield from _features(spec.moe, "moe ")
     if dense := [i for i, layer in enumerate(spec.layers) if not layer.moe]:
-        found.append(f"layers without experts ({_few(dense)}), the kernel takes experts in every layer")
-    if windows := [i for i, layer in enumerate(spec.layers) if layer.sliding_window is not None]:
-        found.append(f"layers with a sliding window ({_few(windows)}), the kernel takes full attention")
-    if not spec.qk_norm:
-        found.append("no norm of q and k, the kernel takes models with one")
-    for name, bias in (("qkv", spec.qkv_bias), ("output projection", spec.o_bias)):
-        if bias:
-            found.append(f"a bias of the {name}, the kernel takes none")
-    only("quantise.experts", precision["experts"], "nvfp4")
-    for key in ("attention", "lm_head", "embeddings"):
-        only(f"quantise.{key}", precision[key], "bf16")
-    only("the routers' dtype", router_format, "bf16")
-    return found
+        yield f"mlp of layers {_few(dense)}", "dense", "experts in every layer"
+    yield from _features(spec)
+    for name, value, takes in sorted({f for layer in spec.layers for f in _features(layer, taken=("sliding_window",))}):
+        found = [i for i, layer in enumerate(spec.layers) if str(getattr(layer, name)) == value]
+        yield f"{name} of layers {_few(found)}", value, takes
+
+
+def _features(
+    spec: ModelSpec | MoeSpec | LayerSpec, prefix: str = "", taken: tuple[str, ...] = ()
+) -> Iterator[tuple[str, str, str]]:
+    """(name, value, default) of a spec's features that are not `taken`. They are the fields with a default, and a model
+    that has one differs from it; so a feature that is new to the spec is refused until the kernel has it."""
+    for name, field in type(spec).model_fields.items():
+        value: Any = getattr(spec, name)
+        if field.is_required() or name in taken or value == field.default:
+            continue
+        shown = "given" if isinstance(value, BaseModel) else str(value)
+        yield prefix + name, shown, "none" if field.default is None else str(field.default)
 
 
 def _few(layers: list[int]) -> str:
-    return ", ".join(map(str, layers[:4])) + (f", ... {len(layers)} in all" if len(layers) > 4 else "")
+    return ", ".join(map(str, layers[:4])) + (f", ... ({len(layers)} in all)" if len(layers) > 4 else "")
 
 
 class CudaLayout:
     """The section table of the one blob that every CUDA architecture shares. Offsets inside sections in bytes.
 
-    Raises ValueError for a model that cuda_refusals() names something of: ask it first, to tell the user.
+    precision maps a recipe key to a format; router_format is the checkpoint's own router dtype, bf16 or f32. Raises
+    ValueError for a model that cuda_refusals() names something of: ask it first, to tell the user.
     """
 
     tp = 1
 
-    def __init__(self, spec: ModelSpec) -> None:
-        precision: dict[Precision, Format] = {p: "nvfp4" if p == "experts" else "bf16" for p in get_args(Precision)}
-        if refused := cuda_refusals(spec, precision):
+    def __init__(self, spec: ModelSpec, precision: Mapping[Precision, Format], router_format: Format = "bf16") -> None:
+        if refused := cuda_refusals(spec, precision, self.tp, router_format):
             raise ValueError("; ".join(refused))
         assert spec.moe
-        self.spec, self.precision = spec, precision
-        layers, hidden, inner = len(spec.layers), spec.hidden_size, spec.moe.intermediate_size
+        self.spec, self.precision, self.router_format = spec, dict(precision), router_format
+        self.tied = spec.tie_word_embeddings and precision["lm_head"] == precision["embeddings"]
+        hidden, inner, experts = spec.hidden_size, spec.moe.intermediate_size, spec.moe.num_experts
+        attention = precision["attention"]
+        self.num_experts = experts
+        # Rows of q, k and v lie as one matrix, those of the output projection behind it.
         self.qkv_rows = spec.q_size + 2 * spec.kv_size
-        self.qkv_bytes = self.qkv_rows * hidden * 2
-        self.dense_layer_bytes = self.qkv_bytes + hidden * spec.q_size * 2
+        self.dense_rows = {"q": 0, "k": spec.q_size, "v": spec.q_size + spec.kv_size, "o": self.qkv_rows}
+        self.qkv_bytes = matrix_bytes(attention, self.qkv_rows, hidden)
+        self.dense_layer_bytes = self.qkv_bytes + matrix_bytes(attention, hidden, spec.q_size)
+        self.dense_scale_layer = self.qkv_rows + hidden if attention == "fp8" else 0  # floats
+        self.head_rows = align(spec.vocab_size, PAGE_ROWS)
+        self.head_bytes = matrix_bytes(precision["lm_head"], spec.vocab_size, hidden)
         self.pair_bytes = inner // PAIR_ROWS * tile_bytes(hidden)
         self.expert_bytes = self.pair_bytes + hidden // OWNED_ROWS * tile_bytes(inner)
-        self.router_bytes = EXPERTS * hidden * 2
-        # Of a layer: input, post-attention, q and k norm, float32 each.
-        self.norm_offsets = {
-            "attn_norm": 0,
-            "mlp_norm": hidden,
-            "q_norm": 2 * hidden,
-            "k_norm": 2 * hidden + spec.head_dim,
-        }
-        self.norm_layer = 2 * hidden + 2 * spec.head_dim
+        self.router_bytes = experts * hidden * _WIDTH[router_format]
+        self.vectors, self.norm_layer = self._vectors()
+        self.sections = self._sections()
+        self._offsets = {s.name: s.offset for s in self.sections}
+        self.nbytes = align(self.sections[-1].offset + self.sections[-1].nbytes, SECTION_ALIGN)
+
+    def offset(self, section: str) -> int:
+        return self._offsets[section]
+
+    def __contains__(self, section: str) -> bool:
+        return section in self._offsets
+
+    def format_of(self, role: TensorRole) -> Format:
+        """Storage format of a tensor (of the first place it is stored at; a tied head may add a second one)."""
+        if role.precision:
+            return self.precision[role.precision]
+        return self.router_format if role.name.endswith(".router") else "f32"
+
+    def _vectors(self) -> tuple[dict[str, tuple[int, int]], int]:
+        """(first float, floats) of every vector that a layer may have, without floats where it has not; floats of a
+        layer."""
+        spec = self.spec
+        sizes = {"attn_norm": spec.hidden_size, "mlp_norm": spec.hidden_size}
+        sizes |= dict.fromkeys(("q_norm", "k_norm"), spec.head_dim if spec.qk_norm else 0)
+        for part, n in (("q", spec.q_size), ("k", spec.kv_size), ("v", spec.kv_size)):
+            sizes[part + "_bias"] = n if spec.qkv_bias else 0
+        sizes["o_bias"] = spec.hidden_size if spec.o_bias else 0
+        places, end = {}, 0
+        for name, size in sizes.items():
+            places[name] = (end, size)
+            end += size
+        return places, end
+
+    def _sections(self) -> list[Section]:
+        spec, precision, layers, hidden = self.spec, self.precision, len(self.spec.layers), self.spec.hidden_size
+        assert spec.moe
+        experts = layers * self.num_experts
+        norms, scales = layers * self.norm_layer + hidden, layers * self.dense_scale_layer
         names: dict[str, list[str]] = {}
         for role in tensors(spec, SourceNames()):
             for section in self._homes(role.name):
                 names.setdefault(section, []).append(role.name)
+        dense_rows = layers * (self.qkv_rows + spec.q_size)  # of hidden columns; that of the output are q_size
         rows: dict[str, tuple[Format, int, int, int]] = {  # format, rows, columns, bytes
-            "dense": ("bf16", layers * (self.qkv_rows + spec.q_size), hidden, layers * self.dense_layer_bytes),
-            "head": ("bf16", spec.vocab_size, hidden, spec.vocab_size * hidden * 2),
-            "experts": ("nvfp4", layers * EXPERTS * 3 * inner, hidden, layers * EXPERTS * self.expert_bytes),
-            "expert_scales": ("f32", layers * EXPERTS * 2, 1, layers * EXPERTS * 8),
-            "routers": ("bf16", layers * EXPERTS, hidden, layers * self.router_bytes),
+            "dense": (precision["attention"], dense_rows, hidden, layers * self.dense_layer_bytes),
+            "head": (precision["lm_head"], spec.vocab_size, hidden, self.head_bytes),
+            "experts": ("nvfp4", experts * 3 * spec.moe.intermediate_size, hidden, experts * self.expert_bytes),
+            "expert_scales": ("f32", experts * 4, 1, experts * 16),
+            "dense_scales": ("f32", scales, 1, scales * 4),
+            "head_scales": ("f32", self.head_rows, 1, self.head_rows * 4),
+            "routers": (self.router_format, experts, hidden, layers * self.router_bytes),
             "embedding": ("bf16", spec.vocab_size, hidden, spec.vocab_size * hidden * 2),
-            "norms": ("f32", layers * self.norm_layer + hidden, 1, (layers * self.norm_layer + hidden) * 4),
+            "norms": ("f32", norms, 1, norms * 4),
         }
-        self.sections: list[Section] = []
+        found: list[Section] = []
         end = 0
         for name, (fmt, n, cols, size) in rows.items():
+            if name not in names:  # scales of matrices that have none
+                continue
             offset = align(end, SECTION_ALIGN)
-            self.sections.append(
+            found.append(
                 Section(
                     name=name, format=fmt, rows=n, cols=cols, offset=offset, nbytes=size, tensors=tuple(names[name])
                 )
             )
             end = offset + size
-        self.nbytes = align(end, SECTION_ALIGN)
-
-    def offset(self, section: str) -> int:
-        return next(s.offset for s in self.sections if s.name == section)
+        return found
 
     def _homes(self, tensor: str) -> tuple[str, ...]:
         """Sections that hold bytes of a tensor. A tied head is stored twice: as rows to look up and as pages."""
         part = tensor.rpartition(".")[2]
+        head = ("head", "head_scales") if self.precision["lm_head"] == "fp8" else ("head",)
         if tensor == "embed":
-            return ("embedding", "head") if self.spec.tie_word_embeddings else ("embedding",)
-        if part.endswith("norm"):
+            return ("embedding", *head) if self.spec.tie_word_embeddings else ("embedding",)
+        if tensor == "lm_head":
+            return head
+        if tensor == "final_norm" or part in self.vectors:
             return ("norms",)
         if ".experts." in tensor:
             return ("experts", "expert_scales")
-        return ({"lm_head": "head", "router": "routers"}.get(part, "dense"),)
+        if part == "router":
+            return ("routers",)
+        return ("dense", "dense_scales") if self.precision["attention"] == "fp8" else ("dense",)
+
+
+def row_bytes(fmt: Format, cols: int) -> int:
+    """Bytes of a dense matrix's row, bf16 or fp8, in its pages: padded to whole shares of a warp."""
+    return align(cols * _WIDTH[fmt], SHARE_ROW_BYTES)
+
+
+def matrix_bytes(fmt: Format, rows: int, cols: int) -> int:
+    """Bytes of a dense matrix, bf16 or fp8: whole units of 8 rows."""
+    return align(rows, PAGE_ROWS) * row_bytes(fmt, cols)
 
 
 def tile_bytes(cols: int) -> int:
     """Bytes of an NVFP4 tile of 16 rows: 512 of codes and 64 of scales for every 64 columns."""
-    return ceil_div(cols, CHUNK) * (512 + 64)
+    return ceil_div(cols, CHUNK) * (CHUNK_CODES + CHUNK_SCALES)

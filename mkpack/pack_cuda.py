@@ -1,38 +1,73 @@
 """The byte order of the CUDA blob: `QTensor` <-> bytes (numpy). Read on the other side by csrc/cuda/layout.cuh.
 
-A bf16 page is 8 rows x 1024 columns, an NVFP4 tile 16 rows x K columns; docs/CUDA.md has both in words.
+A dense page is 8 rows x 2048 bytes, an NVFP4 page 16 rows x 2048 columns; docs/CUDA.md has both in words.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import threading
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 
 from mkpack.formats import QTensor
-from mkpack.layout_cuda import CHUNK, EXPERTS, PAGE_COLUMNS, PAGE_ROWS, CudaLayout, tile_bytes
+from mkpack.layout_cuda import (
+    CHUNK,
+    CHUNK_CODES,
+    CHUNK_SCALES,
+    PAGE_CHUNKS,
+    PAGE_ROWS,
+    CudaLayout,
+    matrix_bytes,
+    row_bytes,
+    tile_bytes,
+)
 from mkpack.spec import Format
 
 _NAME = re.compile(r"layers\.(\d+)\.(?:experts\.(\d+)\.)?(\w+)")
-_SLAB = 4096  # rows packed at a time: bounds the scratch of a matrix as large as the head
+_SLAB = 1 << 20  # bytes of a dense matrix packed at a time: they stay in the cache between one pass and the next
 _RUN = np.dtype("V64")  # 64 bytes that stay together, the unit in which pages and tiles are reordered
 
 
 def pack_pages(data: np.ndarray) -> np.ndarray:
-    """bf16 bits uint16 [rows, K] -> uint8 [rows * K * 2]: pages in row unit order, then along K."""
-    rows, cols = data.shape
-    # Runs of 32 columns: [unit, row, page of K, warp, half] -> [unit, page of K, warp, half, row]
-    runs = data.view(_RUN).reshape(rows // PAGE_ROWS, PAGE_ROWS, cols // PAGE_COLUMNS, 16, 2)
-    return np.ascontiguousarray(runs.transpose(0, 2, 3, 4, 1)).reshape(-1).view(np.uint8)
+    """bf16 bits uint16 or e4m3 codes uint8 [rows, K] -> uint8: row units one after the other, along K inside them.
+
+    Missing rows of the last unit and missing columns of the last share are zeros.
+    """
+    rows, width = data.shape[0], data.shape[1] * data.itemsize
+    units, stored = -(-rows // PAGE_ROWS), row_bytes("bf16" if data.itemsize == 2 else "fp8", data.shape[1])
+    raw = np.ascontiguousarray(data).view(np.uint8)
+    if (units * PAGE_ROWS, stored) != (rows, width):
+        raw = np.pad(raw, ((0, units * PAGE_ROWS - rows), (0, stored - width)))
+    if data.itemsize == 1:
+        raw = swap_middle(raw)
+    # Two runs are a warp's share of a row: [unit, row, run] -> [unit, run, row]
+    runs = raw.view(_RUN).reshape(units, PAGE_ROWS, -1)
+    return np.ascontiguousarray(runs.transpose(0, 2, 1)).reshape(-1).view(np.uint8)
 
 
-def unpack_pages(pages: np.ndarray, cols: int) -> np.ndarray:
-    """The inverse of pack_pages: uint16 [rows, cols]."""
-    runs = pages.view(_RUN).reshape(-1, cols // PAGE_COLUMNS, 16, 2, PAGE_ROWS).transpose(0, 4, 1, 2, 3)
-    return np.ascontiguousarray(runs).reshape(-1).view(np.uint16).reshape(-1, cols)
+def unpack_pages(pages: np.ndarray, fmt: Format, rows: int, cols: int) -> np.ndarray:
+    """The inverse of pack_pages: uint16 or uint8 [rows, cols]."""
+    units, stored = -(-rows // PAGE_ROWS), row_bytes(fmt, cols)
+    runs = np.ascontiguousarray(pages).view(_RUN).reshape(units, -1, PAGE_ROWS).transpose(0, 2, 1)
+    raw = np.ascontiguousarray(runs).reshape(-1).view(np.uint8)
+    if fmt == "fp8":
+        return np.ascontiguousarray(swap_middle(raw).reshape(-1, stored)[:rows, :cols])
+    return np.ascontiguousarray(raw.view(np.uint16).reshape(-1, stored // 2)[:rows, :cols])
+
+
+def swap_middle(codes: np.ndarray) -> np.ndarray:
+    """uint8, contiguous -> the same with the middle two bytes of every four exchanged. The kernel unpacks a word of fp8
+    codes into its even and its odd bytes, so neighbouring columns lie two bytes apart."""
+    words = codes.view(np.uint32)
+    swapped = words & 0xFF0000FF
+    swapped |= words << 8 & 0x00FF0000
+    swapped |= words >> 8 & 0x0000FF00
+    return swapped.view(np.uint8)
 
 
 def code_bits(row: int, column: int, code: np.ndarray) -> np.ndarray:
@@ -69,35 +104,56 @@ def _code_table() -> np.ndarray:
     return table
 
 
+def _tile_pages(cols: int) -> Iterator[tuple[slice, slice, slice]]:
+    """(chunks of a page, their codes' bytes, their scales' bytes) of every page of a tile."""
+    chunks, at = cols // CHUNK, 0
+    for first in range(0, chunks, PAGE_CHUNKS):
+        n = min(PAGE_CHUNKS, chunks - first)
+        scales = at + n * CHUNK_CODES
+        end = scales + n * CHUNK_SCALES
+        yield slice(first, first + n), slice(at, scales), slice(scales, end)
+        at = end
+
+
 def pack_nvfp4(low: QTensor, high: QTensor) -> np.ndarray:
-    """uint8 [tiles, tile_bytes]: rows 0..7 of tile u are rows 8 u .. of `low`, rows 8..15 the same rows of `high`."""
+    """uint8 [tiles, tile_bytes]: rows 0..7 of tile u are rows 8 u .. of `low`, rows 8..15 the same rows of `high`.
+
+    Rows count in eights and columns in chunks.
+    """
     cols = low.shape[1]
     tiles, chunks = low.shape[0] // 8, cols // CHUNK
     first, second = _word_tables()
     out = np.empty((tiles, tile_bytes(cols)), np.uint8)
     assert low.scale is not None and high.scale is not None
     # [tile, row, chunk, 16 words] -> [tile, chunk, row, 16 words]
-    words = first[low.data.view(np.uint16)]
-    words |= second[high.data.view(np.uint16)]
+    words = first[np.ascontiguousarray(low.data).view(np.uint16)]
+    words |= second[np.ascontiguousarray(high.data).view(np.uint16)]
     runs = words.view(_RUN).reshape(tiles, 8, chunks).transpose(0, 2, 1)
-    out[:, : chunks * 512].view(_RUN).reshape(tiles, chunks, 8)[...] = runs
     # [tile, row, chunk, t], twice -> [tile, chunk, row, t, low or high]
-    scales = np.stack([q.scale.reshape(tiles, 8, chunks, 4) for q in (low, high)], -1)  # type: ignore[union-attr]
-    out[:, chunks * 512 :] = scales.transpose(0, 2, 1, 3, 4).reshape(tiles, -1)
+    scales = np.stack([scale.reshape(tiles, 8, chunks, 4) for scale in (low.scale, high.scale)], -1)
+    scales = scales.transpose(0, 2, 1, 3, 4)
+    for page, at, scales_at in _tile_pages(cols):
+        out[:, at].view(_RUN).reshape(tiles, -1, 8)[...] = runs[:, page]
+        out[:, scales_at] = scales[:, page].reshape(tiles, -1)
     return out
 
 
-def unpack_nvfp4(tiles: np.ndarray, cols: int, scale2: np.ndarray) -> tuple[QTensor, QTensor]:
-    """The inverse of pack_nvfp4: (low, high), both with the tensor scale float32 [1]."""
+def unpack_nvfp4(tiles: np.ndarray, cols: int) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
+    """The inverse of pack_nvfp4: (data, scale) of low and of high."""
     n, chunks = len(tiles), cols // CHUNK
-    runs = np.ascontiguousarray(tiles[:, : chunks * 512]).view(_RUN).reshape(n, chunks, 8).transpose(0, 2, 1)
-    words = np.ascontiguousarray(runs).reshape(-1).view(np.uint32)
+    runs, scales = np.empty((n, chunks, 8), _RUN), np.empty((n, chunks, 8, 4, 2), np.uint8)
+    for page, at, scales_at in _tile_pages(cols):
+        runs[:, page] = tiles[:, at].view(_RUN).reshape(n, -1, 8)
+        scales[:, page] = tiles[:, scales_at].reshape(n, -1, 8, 4, 2)
+    words = np.ascontiguousarray(runs.transpose(0, 2, 1)).reshape(-1).view(np.uint32)
     codes = _code_table()[words & 0xFFFF] | _code_table()[words >> 16] << 4
-    scales = tiles[:, chunks * 512 :].reshape(n, chunks, 8, 4, 2).transpose(4, 0, 2, 1, 3).reshape(2, n * 8, -1)
-    found = []
-    for half, scale in zip((codes & 0xFFFF, codes >> 16), scales, strict=True):
-        data = half.astype(np.uint16).view(np.uint8).reshape(n * 8, cols // 2)
-        found.append(QTensor("nvfp4", (n * 8, cols), data, np.ascontiguousarray(scale), scale2))
+    found = [
+        (
+            half.astype(np.uint16).view(np.uint8).reshape(n * 8, cols // 2),
+            np.ascontiguousarray(scales[..., i].transpose(0, 2, 1, 3)).reshape(n * 8, cols // 16),
+        )
+        for i, half in enumerate((codes & 0xFFFF, codes >> 16))
+    ]
     return found[0], found[1]
 
 
@@ -117,66 +173,69 @@ def _halves(q: QTensor) -> tuple[QTensor, QTensor]:
 
 
 class CudaBlobWriter:
-    """Writes the CUDA blob in one pass over the tensors; the counterpart of pack.BlobWriter.
+    """Writes the CUDA blob in one pass over the tensors, in any order; the counterpart of pack.BlobWriter.
 
-    An expert's gate and up share tiles, so the first of the two waits in memory for the other. Norms and scales are
-    written when the `with` block that holds the writer ends without an error.
+    `put` may be called by several threads at once; most of its time numpy and the system work without the interpreter's
+    lock. An expert's gate and up share tiles, so the first of the two waits in memory for the other. Vectors and scales
+    are written when the `with` block that holds the writer ends without an error.
     """
 
     def __init__(self, layout: CudaLayout, path: Path) -> None:
         self.layout = layout
-        layers = len(layout.spec.layers)
-        self._norms = np.zeros(layers * layout.norm_layer + layout.spec.hidden_size, np.float32)
-        self._scales = np.zeros((layers, EXPERTS, 2), np.float32)
+        self._small = {s.name: np.zeros(s.nbytes // 4, np.float32) for s in layout.sections if s.cols == 1}
         self._waiting: dict[str, QTensor] = {}
+        self._lock = threading.Lock()  # of _waiting
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
         os.truncate(self._file, layout.nbytes)
 
     def put(self, tensor: str, q: QTensor, fmt: Format) -> None:
-        """Stores `q` where the layout keeps the canonical `tensor`; fmt is q.format."""
+        """Stores `q` where the layout keeps the canonical `tensor` in format `fmt`, which is q.format (a tied embedding
+        may have two formats). Raises KeyError for a tensor that the layout does not hold."""
         layout = self.layout
         if tensor in ("embed", "lm_head"):
-            if tensor == "embed":
+            if tensor == "embed" and fmt == "bf16":
                 self._write("embedding", 0, q.data)
-            if tensor == "lm_head" or layout.spec.tie_word_embeddings:
-                self._pages("head", 0, q.data)
+            if (tensor == "lm_head" or layout.spec.tie_word_embeddings) and fmt == layout.precision["lm_head"]:
+                self._matrix("head", 0, 0, q)
             return
-        at, size = place_of_norm(layout, tensor)
+        at, size = place_of_vector(layout, tensor)
         if size:
-            self._norms[at : at + size] = q.data
+            self._small["norms"][at : at + size] = q.data
             return
-        layer, expert, part = parse(tensor)
+        layer, expert, part = parse(layout, tensor)
         if expert is not None:
             self._expert(layer, expert, part, q)
         elif part == "router":
             self._write("routers", layer * layout.router_bytes, q.data)
         else:
-            self._pages("dense", layer * layout.dense_layer_bytes + dense_offset(layout, part), q.data)
+            at = layer * layout.dense_layer_bytes + dense_offset(layout, part)
+            self._matrix("dense", at, layer * layout.dense_scale_layer + layout.dense_rows[part], q)
 
     def _expert(self, layer: int, expert: int, part: str, q: QTensor) -> None:
-        layout, at = self.layout, (layer * EXPERTS + expert) * self.layout.expert_bytes
+        number = layer * self.layout.num_experts + expert
+        at = number * self.layout.expert_bytes
         assert q.scale2 is not None
+        self._small["expert_scales"][number * 4 + _SCALE[part]] = q.scale2[0]
         if part == "down":
-            self._write("experts", at + layout.pair_bytes, pack_nvfp4(*_halves(q)))
-            self._scales[layer, expert, 1] = q.scale2[0]
+            self._write("experts", at + self.layout.pair_bytes, pack_nvfp4(*_halves(q)))
             return
+        other = "up" if part == "gate" else "gate"
         prefix = f"layers.{layer}.experts.{expert}."
-        other = self._waiting.pop(prefix + ("up" if part == "gate" else "gate"), None)
-        if other is None:
-            self._waiting[prefix + part] = q
-            return
-        gate, up = (q, other) if part == "gate" else (other, q)
-        assert gate.scale2 is not None and up.scale2 is not None
-        if gate.scale2[0] != up.scale2[0]:
-            raise ValueError(
-                f"{prefix}gate and up have the tensor scales {gate.scale2[0]} and {up.scale2[0]}: must share"
-            )
-        self._write("experts", at, pack_nvfp4(gate, up))
-        self._scales[layer, expert, 0] = gate.scale2[0]
+        with self._lock:
+            found = self._waiting.pop(prefix + other, None)
+            if found is None:
+                self._waiting[prefix + part] = q
+                return
+        self._write("experts", at, pack_nvfp4(*((q, found) if part == "gate" else (found, q))))
 
-    def _pages(self, section: str, at: int, data: np.ndarray) -> None:
-        for row in range(0, len(data), _SLAB):
-            self._write(section, at + row * data.shape[1] * 2, pack_pages(data[row : row + _SLAB]))
+    def _matrix(self, section: str, at: int, scale_at: int, q: QTensor) -> None:
+        """A matrix whose pages begin at byte `at` of its section and whose row scales at float `scale_at` of theirs."""
+        stored = row_bytes(q.format, q.shape[1])
+        step = max(_SLAB // stored // PAGE_ROWS, 1) * PAGE_ROWS
+        for row in range(0, q.shape[0], step):
+            self._write(section, at + row * stored, pack_pages(q.data[row : row + step]))
+        if q.scale2 is not None:
+            self._small[f"{section}_scales"][scale_at : scale_at + q.shape[0]] = q.scale2
 
     def _write(self, section: str, at: int, data: np.ndarray) -> None:
         view = np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
@@ -193,80 +252,93 @@ class CudaBlobWriter:
             if failed is None:
                 if self._waiting:
                     raise ValueError(f"only one of gate and up was given: {', '.join(sorted(self._waiting)[:4])}")
-                self._write("norms", 0, self._norms)
-                self._write("expert_scales", 0, self._scales)
+                for section, values in self._small.items():
+                    self._write(section, 0, values)
         finally:
             os.close(self._file)
 
 
-def parse(tensor: str) -> tuple[int, int | None, str]:
-    """(layer, expert or None, part) of a canonical name inside a layer. KeyError when it is none."""
+_SCALE = {"gate": 0, "up": 1, "down": 2}  # of an expert's float4
+
+
+def parse(layout: CudaLayout, tensor: str) -> tuple[int, int | None, str]:
+    """(layer, expert or None, part) of a canonical name inside a layer. KeyError when the model has no such place."""
     found = _NAME.fullmatch(tensor)
     if found is None:
         raise KeyError(tensor)
-    layer, expert, part = found.groups()
-    return int(layer), None if expert is None else int(expert), part
+    layer, expert, part = int(found[1]), None if found[2] is None else int(found[2]), found[3]
+    if layer >= len(layout.spec.layers) or (expert or 0) >= layout.num_experts:
+        raise KeyError(tensor)
+    return layer, expert, part
 
 
-def place_of_norm(layout: CudaLayout, tensor: str) -> tuple[int, int]:
-    """(first float, floats) of a norm in its section; no floats when the tensor is no norm."""
-    hidden = layout.spec.hidden_size
+def place_of_vector(layout: CudaLayout, tensor: str) -> tuple[int, int]:
+    """(first float, floats) of a norm or bias in its section; no floats when the tensor is neither, or the model has
+    none."""
     if tensor == "final_norm":
-        return len(layout.spec.layers) * layout.norm_layer, hidden
-    layer, _, part = parse(tensor)
-    if part not in layout.norm_offsets:
-        return 0, 0
-    size = layout.spec.head_dim if part in ("q_norm", "k_norm") else hidden
-    return layer * layout.norm_layer + layout.norm_offsets[part], size
+        return len(layout.spec.layers) * layout.norm_layer, layout.spec.hidden_size
+    layer, expert, part = parse(layout, tensor)
+    at, size = layout.vectors.get(part, (0, 0)) if expert is None else (0, 0)
+    return layer * layout.norm_layer + at, size
 
 
 def dense_offset(layout: CudaLayout, part: str) -> int:
     """Byte of a layer's dense run where the pages of q, k, v or o begin."""
-    spec, row_bytes = layout.spec, layout.spec.hidden_size * 2
-    starts = {"q": 0, "k": spec.q_size, "v": spec.q_size + spec.kv_size, "o": layout.qkv_rows}
-    return starts[part] * row_bytes
+    if part == "o":
+        return layout.qkv_bytes
+    return matrix_bytes(layout.precision["attention"], layout.dense_rows[part], layout.spec.hidden_size)
 
 
 def unpack(layout: CudaLayout, blob: np.ndarray, tensor: str) -> QTensor:
-    """A canonical tensor, bit for bit as it was packed, from the blob (uint8 [nbytes]). KeyError for an unknown one."""
+    """A canonical tensor, bit for bit as it was packed, from the blob (uint8 [nbytes]). KeyError for an unknown one.
+
+    "lm_head" of a tied model is the embedding as the head stores it.
+    """
     spec, hidden = layout.spec, layout.spec.hidden_size
 
     def read(section: str, at: int, size: int) -> np.ndarray:
         start = layout.offset(section) + at
         return blob[start : start + size]
 
-    if tensor in ("embed", "lm_head"):
-        size = spec.vocab_size * hidden * 2
-        if tensor == "embed":
-            data = read("embedding", 0, size).view(np.uint16).reshape(-1, hidden)
-        else:
-            data = unpack_pages(read("head", 0, size), hidden)
+    def matrix(section: str, at: int, scale_at: int, fmt: Format, rows: int, cols: int) -> QTensor:
+        data = unpack_pages(read(section, at, matrix_bytes(fmt, rows, cols)), fmt, rows, cols)
+        scale2 = read(section + "_scales", scale_at * 4, rows * 4).view(np.float32).copy() if fmt == "fp8" else None
+        return QTensor(fmt, (rows, cols), data, None, scale2)
+
+    if tensor == "embed":
+        data = read("embedding", 0, spec.vocab_size * hidden * 2).view(np.uint16).reshape(-1, hidden)
         return QTensor("bf16", data.shape, data)
-    at, floats = place_of_norm(layout, tensor)
+    if tensor == "lm_head":
+        return matrix("head", 0, 0, layout.precision["lm_head"], spec.vocab_size, hidden)
+    at, floats = place_of_vector(layout, tensor)
     if floats:
         return QTensor("f32", (floats,), read("norms", at * 4, floats * 4).view(np.float32))
-    layer, expert, part = parse(tensor)
-    if expert is None:
-        if part == "router":
-            data = read("routers", layer * layout.router_bytes, layout.router_bytes).view(np.uint16).reshape(-1, hidden)
-        else:
-            rows = {"q": spec.q_size, "o": hidden}.get(part, spec.kv_size)
-            cols = spec.q_size if part == "o" else hidden
-            start = layer * layout.dense_layer_bytes + dense_offset(layout, part)
-            data = unpack_pages(read("dense", start, rows * cols * 2), cols)
-        return QTensor("bf16", data.shape, data)
-    assert spec.moe
-    start = (layer * EXPERTS + expert) * layout.expert_bytes
-    scales = read("expert_scales", (layer * EXPERTS + expert) * 8, 8).view(np.float32)
+    layer, expert, part = parse(layout, tensor)
+    if expert is not None:
+        return _unpack_expert(layout, read, layer * layout.num_experts + expert, part)
+    if part == "router":
+        raw = read("routers", layer * layout.router_bytes, layout.router_bytes)
+        values = raw.view(np.uint16 if layout.router_format == "bf16" else np.float32).reshape(-1, hidden)
+        return QTensor(layout.router_format, values.shape, values)
+    scale_at = layer * layout.dense_scale_layer + layout.dense_rows[part]
+    rows = {"q": spec.q_size, "o": hidden}.get(part, spec.kv_size)
+    at = layer * layout.dense_layer_bytes + dense_offset(layout, part)
+    return matrix("dense", at, scale_at, layout.precision["attention"], rows, spec.q_size if part == "o" else hidden)
+
+
+def _unpack_expert(layout: CudaLayout, read: Callable[[str, int, int], np.ndarray], number: int, part: str) -> QTensor:
+    assert layout.spec.moe
+    hidden, inner = layout.spec.hidden_size, layout.spec.moe.intermediate_size
+    start = number * layout.expert_bytes
+    scale2 = read("expert_scales", number * 16 + _SCALE[part] * 4, 4).view(np.float32).copy()
     if part != "down":
         tiles = read("experts", start, layout.pair_bytes).reshape(-1, tile_bytes(hidden))
-        return unpack_nvfp4(tiles, hidden, scales[:1].copy())[part == "up"]
-    cols = spec.moe.intermediate_size
+        data, scale = unpack_nvfp4(tiles, hidden)[_SCALE[part]]
+        return QTensor("nvfp4", (inner, hidden), data, scale, scale2)
     tiles = read("experts", start + layout.pair_bytes, layout.expert_bytes - layout.pair_bytes)
-    low, high = unpack_nvfp4(tiles.reshape(-1, tile_bytes(cols)), cols, scales[1:].copy())
-    assert low.scale is not None and high.scale is not None
+    halves = unpack_nvfp4(tiles.reshape(-1, tile_bytes(inner)), inner)
     data, scale = (
-        np.stack([a.reshape(-1, 8, a.shape[1]), b.reshape(-1, 8, b.shape[1])], 1).reshape(-1, a.shape[1])
-        for a, b in ((low.data, high.data), (low.scale, high.scale))
+        np.stack([a.reshape(-1, 8, a.shape[1]) for a in pair], 1).reshape(hidden, -1)
+        for pair in zip(*halves, strict=True)
     )
-    return QTensor("nvfp4", (hidden, cols), data, scale, low.scale2)
+    return QTensor("nvfp4", (hidden, inner), data, scale, scale2)

@@ -1,12 +1,16 @@
-"""Models in the one shape that the CUDA kernel takes, as small as that allows."""
+"""Small models for the CUDA kernel, in its shape of Qwen3-30B-A3B or any other."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import kernels
 
-from mkpack.spec import LayerSpec, ModelSpec, RopeSpec
+from mkpack.layout_cuda import CudaLayout
+from mkpack.spec import Format, LayerSpec, ModelSpec, RopeSpec
+
+MIX: Mapping[str, Format] = kernels.precision("bf16", experts="nvfp4")
 
 
 def cuda_spec(**changes: Any) -> ModelSpec:
@@ -23,3 +27,21 @@ def cuda_spec(**changes: Any) -> ModelSpec:
     }
     moe = {"num_experts": 128, "top_k": 8, "intermediate_size": 512, **changes.pop("moe", {})}
     return kernels.tiny_spec(**{**fields, **changes}, moe=moe)
+
+
+def small_spec(**changes: Any) -> ModelSpec:
+    """hidden 192, 4/2 heads of 64 with 32 rotary dimensions, 3 experts top-2 of 64, 67 tokens, unless changed."""
+    fields: dict[str, Any] = {
+        "hidden_size": 192,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "rope": RopeSpec(inv_freq=tuple(float(1e4 ** -(i / 16)) for i in range(16))),
+    }
+    moe = {"num_experts": 3, "top_k": 2, "intermediate_size": 64, **changes.pop("moe", {})}
+    return kernels.tiny_spec(**{**fields, **changes}, moe=moe)
+
+
+def cuda_layout(spec: ModelSpec, router_format: Format = "bf16", **precision: Format) -> CudaLayout:
+    """Experts NVFP4 and the rest bf16 unless `precision` says otherwise."""
+    return CudaLayout(spec, {**MIX, **precision}, router_format)

@@ -10,13 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from cuda_models import cuda_spec
+from cuda_models import cuda_layout, cuda_spec
 
 from mkpack import abi, compile, cubin, platform
 from mkpack.codegen_cuda import cuda_header
 from mkpack.compile import CUDA_TARGETS, Unit, compile_kernels, cuda_flags
 from mkpack.errors import InternalError, UserError
-from mkpack.layout_cuda import CudaLayout
 from mkpack.manifest import Limits
 from mkpack.spec import LayerSpec, RopeSpec
 
@@ -30,7 +29,7 @@ def header(target: str) -> str:
     """model.h of the shape the kernel was written for: Qwen3-30B-A3B."""
     layers, rope = (LayerSpec(moe=True),) * 48, RopeSpec(inv_freq=tuple(float(1e6 ** -(i / 64)) for i in range(64)))
     spec = cuda_spec(layers=layers, moe={"intermediate_size": 768}, vocab_size=151936, rope=rope, rms_norm_eps=1e-6)
-    return cuda_header(CudaLayout(spec), Limits(context=8192, tokens_per_step=16), target)
+    return cuda_header(cuda_layout(spec), Limits(context=8192, tokens_per_step=16), target)
 
 
 def unit(target: str, name: str | None = None) -> Unit:

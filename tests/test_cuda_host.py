@@ -14,18 +14,17 @@ from pathlib import Path
 import kernels
 import numpy as np
 import pytest
-from cuda_models import cuda_spec
+from cuda_models import cuda_layout, cuda_spec
 
 from mkpack import abi, compile, platform
 from mkpack.codegen_cuda import cuda_header
-from mkpack.layout_cuda import CudaLayout
 from mkpack.manifest import Limits
 from mkpack.native import Library
 from mkpack.spec import RopeSpec
 
 ROPE = RopeSpec(inv_freq=tuple(float(np.float32(1e4 ** -(i / 64))) for i in range(64)), attention_factor=1.25)
 SPEC = cuda_spec(vocab_size=1000, rope=ROPE)
-LAYOUT = CudaLayout(SPEC)
+LAYOUT = cuda_layout(SPEC)
 LIMITS = Limits(context=100, tokens_per_step=16)
 TARGET = "sm_90a"
 

@@ -1,5 +1,5 @@
 // Where every byte of the packed weights, the KV cache and the exchange buffers lies. docs/CUDA.md, "CUDA tile layout",
-// tells the same in words; the packer, the kernel and the tests all go through these functions.
+// tells the same in words; the packer, the kernels and the tests all go through these functions.
 #pragma once
 #include <cstdint>
 #include "model.h"
@@ -8,88 +8,121 @@ namespace mk {
 
 #define MK_HD __host__ __device__ constexpr
 
+MK_HD int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
 // ---- shape of the machine ------------------------------------------------------------------------------------------
-constexpr int kWarps = 16;  // consumer warps of a block; every matrix product splits K over them
+constexpr int kWarps = 16;  // consumer warps of a block
 constexpr int kTeam = kWarps * 32;
+constexpr int kMaxTokens = 16;  // of a step
 constexpr int kQRows = kHeads * kHeadDim;
 constexpr int kKvRows = kKvHeads * kHeadDim;
 constexpr int kQkvRows = kQRows + 2 * kKvRows;
 constexpr int kGroup = kHeads / kKvHeads;  // query heads of one KV head
-constexpr int kOwnedRows = 16;             // hidden rows whose residual one SM keeps
-constexpr int kOwners = kHidden / kOwnedRows;
+// Hidden rows are dealt out in units of 16: SM s owns units [kOwnedUnits * s, kOwnedUnits * (s + 1)), keeps their
+// residual and computes them in the output and in the down projection.
+constexpr int kUnitRows = 16, kUnits = kHidden / kUnitRows;
+constexpr int kOwnedUnits = ceil_div(kUnits, kGrid), kOwnedRows = kOwnedUnits * kUnitRows;
+constexpr int kOwners = ceil_div(kUnits, kOwnedUnits);  // SMs that own any
 
-static_assert(kHidden == kWarps * 128, "the K split of this version needs a hidden size of 2048");
-static_assert(kQRows == 4096 && kHeadDim == 128 && kGroup == 8,
-              "attention is written for 8 query heads of 128 a KV head");
-static_assert(kOwners <= kGrid && kExperts == 128 && kExperts <= kGrid, "16 hidden rows and one router row an SM");
-static_assert(kTopK == 8 && kMoeIntermediate % 128 == 0, "two warps an expert, whole chunks of 64 columns each");
-static_assert(kVocab % 8 == 0 && kMaxContext % 16 == 0 && kNormTopkProb, "not written for this model");
+static_assert(kHeads % kKvHeads == 0 && kHidden % 64 == 0 && kQRows % 64 == 0 && kMoeIntermediate % 64 == 0,
+              "inputs of matrices come in chunks of 64 columns");
+static_assert((kHeadDim == 64 || kHeadDim == 128) && kRotary % 2 == 0 && kRotary <= kHeadDim);
+static_assert(kTopK <= 32 && kTopK <= kExperts && kExperts <= 512 && kMaxContext % 16 == 0);
 
 // Item i of `items` equal work items spread over the grid: SM s owns [first(s), first(s + 1)).
-MK_HD int first_item(int items, int sm) { return (int)((uint32_t)items * (uint32_t)sm / kGrid); }
+MK_HD int first_item(int items, int sm) { return (int)((uint64_t)(uint32_t)items * (uint32_t)sm / kGrid); }
 
-// ---- bf16 matrices -------------------------------------------------------------------------------------------------
-// A page is 8 rows x 1024 columns, 16 KB, and warp w reads columns [64 w, 64 w + 64) of it. Lane (g, t) finds row g,
-// columns 32 i + 8 t .. + 7 of its warp's 64 in the i-th 512 bytes: four registers, the B operands of two MMAs.
-constexpr int kPageRows = 8, kPageColumns = 1024, kPageBytes = kPageRows * kPageColumns * 2;
-MK_HD int page_offset(int row, int column) {  // bytes, of one element inside its page
-  int w = column / 64, i = column % 64 / 32, t = column % 32 / 8, e = column % 8;
-  return w * 1024 + i * 512 + (row * 4 + t) * 16 + e * 2;
+// ---- dense matrices, bf16 or fp8 -----------------------------------------------------------------------------------
+// A row unit is 8 rows x K columns, in pages of 16 KB: 1024 columns of bf16 or 2048 of fp8. Warp w reads 1024 bytes of a
+// page, the columns [64 w, 64 w + 64) of bf16 or [128 w, 128 w + 128) of fp8: two runs of 512 bytes, in each of which
+// lane (g, t) finds 16 bytes of row g, the B operands of two (bf16) or four (fp8) MMAs. The last page of a unit is as
+// short as K allows: K counts in warps' shares, and the missing columns are zeros.
+constexpr int kPageRows = 8, kPageBytes = 16384, kShareBytes = kPageBytes / kWarps;
+MK_HD int share_columns(bool fp8) { return fp8 ? 128 : 64; }  // of one warp in one page
+MK_HD int page_columns(bool fp8) { return kWarps * share_columns(fp8); }
+MK_HD int unit_shares(int K, bool fp8) { return ceil_div(K, share_columns(fp8)); }
+MK_HD int unit_pages(int K, bool fp8) { return ceil_div(unit_shares(K, fp8), kWarps); }
+MK_HD int64_t unit_bytes(int K, bool fp8) { return (int64_t)unit_shares(K, fp8) * kShareBytes; }
+MK_HD int page_bytes(int K, bool fp8, int page) {  // of page `page` of a unit
+  const int left = unit_shares(K, fp8) - page * kWarps;
+  return (left < kWarps ? left : kWarps) * kShareBytes;
 }
-// Pages of one matrix [rows, K]: row unit major, then K. An SM's units are neighbours, so its stream is contiguous.
-MK_HD int64_t matrix_offset(int row, int column, int K) {
-  int64_t page = (int64_t)(row / kPageRows) * (K / kPageColumns) + column / kPageColumns;
-  return page * kPageBytes + page_offset(row % kPageRows, column % kPageColumns);
+MK_HD int page_offset(int row, int column, bool fp8) {  // bytes, of one element inside its page
+  const int share = share_columns(fp8), run = share / 2, lane = run / 4;  // columns of a run, of a lane in it
+  const int w = column / share, i = column % share / run, t = column % run / lane, e = column % lane;
+  // A word of four fp8 codes is unpacked into its bytes 0, 2 and 1, 3: neighbouring columns lie two bytes apart.
+  const int at = fp8 ? e / 4 * 4 + e % 2 * 2 + e % 4 / 2 : 2 * e;
+  return w * kShareBytes + i * 512 + (row * 4 + t) * 16 + at;
 }
-constexpr int kQkvUnits = kQkvRows / kPageRows, kHeadUnits = kVocab / kPageRows;
-constexpr int kQkvPagesPerUnit = kHidden / kPageColumns, kOutPagesPerUnit = kQRows / kPageColumns;
-constexpr int kOutPages = kOwnedRows / kPageRows * kOutPagesPerUnit;  // of one owner
-constexpr int64_t kQkvBytes = (int64_t)kQkvRows * kHidden * 2, kOutBytes = (int64_t)kHidden * kQRows * 2;
-constexpr int64_t kDenseLayerBytes = kQkvBytes + kOutBytes;
+// A matrix [rows, K]: row units one after the other, so that an SM's stream is contiguous.
+MK_HD int64_t matrix_offset(int row, int column, int K, bool fp8) {
+  const int columns = page_columns(fp8);
+  return row / kPageRows * unit_bytes(K, fp8) + (int64_t)(column / columns) * kPageBytes +
+         page_offset(row % kPageRows, column % columns, fp8);
+}
+MK_HD int64_t matrix_bytes(int rows, int K, bool fp8) { return ceil_div(rows, kPageRows) * unit_bytes(K, fp8); }
+
+constexpr int kQkvUnits = kQkvRows / kPageRows, kHeadUnits = ceil_div(kVocab, kPageRows);
+constexpr int kHeadRows = kHeadUnits * kPageRows;  // rows of zeros behind the vocabulary; never chosen
+constexpr int64_t kQkvBytes = matrix_bytes(kQkvRows, kHidden, kAttentionFp8);
+constexpr int64_t kOutBytes = matrix_bytes(kHidden, kQRows, kAttentionFp8);
+constexpr int64_t kDenseLayerBytes = kQkvBytes + kOutBytes;  // rows q, k, v as one matrix, then the output projection
+constexpr int64_t kHeadBytes = matrix_bytes(kVocab, kHidden, kHeadFp8);
+// fp8 matrices have a float32 scale a row: of a layer those of q, k, v, then of the output projection.
+constexpr int kDenseScaleLayer = kAttentionFp8 ? kQkvRows + kHidden : 0;
 
 // ---- NVFP4 matrices ------------------------------------------------------------------------------------------------
-// A tile is 16 rows x K columns in chunks of 64 columns: first 512 bytes of nibbles a chunk, then 64 bytes of e4m3
-// scales a chunk. Lane (g, t) owns columns 16 t .. 16 t + 15 of a chunk, exactly one scale block, of rows g and g + 8.
-// Its 16 bytes are four words, word m serving MMA m with columns 4 m .. 4 m + 3; the low half-word holds the even
-// columns, the high one the odd. A half-word holds four codes "s eem" so that two shifts, one select and four masks
-// make bf16 values of them (mma.cuh):
+// A tile is 16 rows x K columns in chunks of 64 columns. At most 32 chunks are a page: first 512 bytes of nibbles a
+// chunk, then 64 bytes of e4m3 scales a chunk. Lane (g, t) owns columns 16 t .. 16 t + 15 of a chunk, exactly one scale
+// block, of rows g and g + 8. Its 16 bytes are four words, word m serving MMA m with columns 4 m .. 4 m + 3; the low
+// half-word holds the even columns, the high one the odd. A half-word holds four codes "s eem" so that two shifts, one
+// select and four masks make bf16 values of them (mma.cuh):
 //     code                      sign at   eem at
 //     row g,     columns 0, 1     15      8..6
 //     row g + 8, columns 0, 1     12      5..3
 //     row g,     columns 2, 3     14     11..9
 //     row g + 8, columns 2, 3     13      2..0
-MK_HD int tile_bytes(int K) { return K / 64 * (512 + 64); }
+constexpr int kChunkBytes = 512 + 64, kPageChunks = 32;
+MK_HD int tile_chunks(int K) { return K / 64; }
+MK_HD int tile_bytes(int K) { return tile_chunks(K) * kChunkBytes; }
+MK_HD int tile_pages(int K) { return ceil_div(tile_chunks(K), kPageChunks); }
+MK_HD int tile_page_chunks(int K, int page) {  // of page `page` of a tile
+  const int left = tile_chunks(K) - page * kPageChunks;
+  return left < kPageChunks ? left : kPageChunks;
+}
 MK_HD int tile_word_offset(int row, int column) {  // bytes, of the 32-bit word that holds one code
-  int chunk = column / 64, t = column % 64 / 16, m = column % 16 / 4, g = row % 8;
-  return chunk * 512 + (g * 4 + t) * 16 + m * 4;
+  const int chunk = column / 64, t = column % 64 / 16, m = column % 16 / 4, g = row % 8;
+  return chunk / kPageChunks * kPageChunks * kChunkBytes + chunk % kPageChunks * 512 + (g * 4 + t) * 16 + m * 4;
 }
 MK_HD uint32_t tile_code_bits(int row, int column, uint32_t code) {  // the code in place inside its word
-  int slot = (row / 8) + 2 * (column % 4 / 2), half = 16 * (column % 2);
-  int sign = slot == 0 ? 15 : slot == 1 ? 12 : slot == 2 ? 14 : 13;
-  int magnitude = slot == 0 ? 6 : slot == 1 ? 3 : slot == 2 ? 9 : 0;
+  const int slot = (row / 8) + 2 * (column % 4 / 2), half = 16 * (column % 2);
+  const int sign = slot == 0 ? 15 : slot == 1 ? 12 : slot == 2 ? 14 : 13;
+  const int magnitude = slot == 0 ? 6 : slot == 1 ? 3 : slot == 2 ? 9 : 0;
   return (code >> 3) << (half + sign) | (code & 7) << (half + magnitude);
 }
 MK_HD int tile_scale_offset(int row, int column, int K) {
-  int chunk = column / 64, t = column % 64 / 16, g = row % 8;
-  return K / 64 * 512 + chunk * 64 + (g * 4 + t) * 2 + row / 8;
+  const int chunk = column / 64, t = column % 64 / 16, g = row % 8, page = chunk / kPageChunks;
+  return page * kPageChunks * kChunkBytes + tile_page_chunks(K, page) * 512 + chunk % kPageChunks * 64 +
+         (g * 4 + t) * 2 + row / 8;
 }
 // Gate and up share tiles: rows 0..7 of tile u are gate rows 8 u .. 8 u + 7, rows 8..15 the same up rows, so that one
-// lane ends with both halves of a SwiGLU pair. One tile is one page.
+// lane ends with both halves of a SwiGLU pair.
 constexpr int kPairUnits = kMoeIntermediate / 8, kPairTileBytes = tile_bytes(kHidden);
 constexpr int kDownTileBytes = tile_bytes(kMoeIntermediate);
 constexpr int64_t kPairBytes = (int64_t)kPairUnits * kPairTileBytes;
-constexpr int64_t kExpertBytes = kPairBytes + (int64_t)kOwners * kDownTileBytes;  // gate/up tiles, then down tiles
+constexpr int64_t kExpertBytes = kPairBytes + (int64_t)kUnits * kDownTileBytes;  // gate/up tiles, then down tiles
+// Tensor scales of an expert: float4 {gate, up, down, 0}.
 constexpr int kTokenPairUnits = kTopK * kPairUnits;  // gate/up tiles of one token, expert slot major
-constexpr int kMaxPairUnits = (kTokenPairUnits + kGrid - 1) / kGrid;
-static_assert(kDownTileBytes % 16 == 0 && kPairTileBytes % 128 == 0 && 2 * kDownTileBytes <= kPairTileBytes);
+constexpr int kMaxPairUnits = ceil_div(kTokenPairUnits, kGrid);
 
-// ---- routers: bf16 [expert][hidden], as in the checkpoint
-// -------------------------------------------------------------
-constexpr int64_t kRouterBytes = (int64_t)kExperts * kHidden * 2;
+// ---- routers: bf16 or float32 [expert][hidden], as in the checkpoint -----------------------------------------------
+constexpr int64_t kRouterBytes = (int64_t)kExperts * kHidden * (kRouterF32 ? 4 : 2);
 
-// ---- norms: float32, layer after layer, then the final norm ---------------------------------------------------------
-constexpr int kNormInput = 0, kNormPost = kHidden, kNormQ = 2 * kHidden, kNormK = kNormQ + kHeadDim;
-constexpr int kNormLayer = kNormK + kHeadDim;
+// ---- vectors: float32, layer after layer, then the final norm ------------------------------------------------------
+constexpr int kNormInput = 0, kNormPost = kHidden;
+constexpr int kNormQ = 2 * kHidden, kNormK = kNormQ + (kQkNorm ? kHeadDim : 0);
+constexpr int kBiasQkv = kNormK + (kQkNorm ? kHeadDim : 0), kBiasOut = kBiasQkv + (kQkvBias ? kQkvRows : 0);
+constexpr int kNormLayer = kBiasOut + (kOutBias ? kHidden : 0);
 
 // ---- KV cache: tiles of 16 positions, K then V, both in MMA fragment order ------------------------------------------
 constexpr int kTile = 16, kTileBytes = kTile * kHeadDim * 2, kMaxTiles = kMaxContext / kTile;
@@ -97,16 +130,16 @@ MK_HD int64_t kv_tile_offset(int layer, int kv_head, int tile) {
   return ((int64_t)(layer * kKvHeads + kv_head) * kMaxTiles + tile) * 2 * kTileBytes;
 }
 MK_HD int k_offset(int position, int dim) {  // bytes inside the K half of a tile
-  int i = dim / 32, t = dim % 32 / 8, e = dim % 8, p = position % kTile;
-  return (p / 8 * 4 + i) * 512 + (p % 8 * 4 + t) * 16 + e * 2;
+  const int i = dim / 32, t = dim % 32 / 8, e = dim % 8, p = position % kTile;
+  return (p / 8 * (kHeadDim / 32) + i) * 512 + (p % 8 * 4 + t) * 16 + e * 2;
 }
 MK_HD int v_offset(int position, int dim) {  // bytes inside the V half of a tile
-  int p = position % kTile, j = dim / 8, g = dim % 8;
+  const int p = position % kTile, j = dim / 8, g = dim % 8;
   return j * 256 + (g * 4 + p / 4) * 8 + p % 4 * 2;
 }
 constexpr int64_t kKvBytes = (int64_t)kLayers * kKvHeads * kMaxTiles * 2 * kTileBytes;
 
-// ---- exchange buffers: 8-byte {value, epoch} words, two copies in turn ----------------------------------------------
+// ---- exchange buffers of decode_kernel: 8-byte {value, epoch} words, two copies in turn ------------------------------
 constexpr int kMaxUnits = 128;                                 // attention units: KV heads x splits
 constexpr int kPartialWords = kGroup * kHeadDim + 2 * kGroup;  // sums, then maximum and denominator of every head
 // What the whole grid polls exists in kCopies copies, and SM s reads copy s % kCopies: 132 SMs that poll the same lines

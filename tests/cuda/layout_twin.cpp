@@ -1,12 +1,15 @@
 // The slow twin of mkpack/pack_cuda.py: every element goes where a function of layout.cuh says. A host program.
-//   layout_twin sizes             name and value of every constant that Python mirrors
-//   layout_twin matrix ROWS K     bf16 [ROWS, K] on standard input -> its pages
-//   layout_twin expert            data and scales of gate, up and down, row major -> the expert's bytes
+//   layout_twin sizes                 name and value of every constant that Python mirrors
+//   layout_twin matrix ROWS K FORMAT  "bf16" or "fp8" [ROWS, K] on standard input -> its pages
+//   layout_twin tile K                codes [16, K / 2] and scales [16, K / 16] -> a tile
+//   layout_twin expert                data and scales of gate, up and down, row major -> the expert's bytes
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <string>
 #include <vector>
+#define __host__
+#define __device__
 #include "layout.cuh"
 
 using namespace mk;
@@ -45,28 +48,39 @@ int main(int argc, char** argv) {
     } values[] = {
         {"qkv_bytes", kQkvBytes},
         {"dense_layer_bytes", kDenseLayerBytes},
+        {"head_bytes", kHeadBytes},
+        {"head_rows", kHeadRows},
         {"pair_bytes", kPairBytes},
         {"expert_bytes", kExpertBytes},
+        {"dense_scale_layer", kDenseScaleLayer},
         {"router_bytes", kRouterBytes},
         {"norm_layer", kNormLayer},
         {"attn_norm", kNormInput},
         {"mlp_norm", kNormPost},
         {"q_norm", kNormQ},
         {"k_norm", kNormK},
+        {"q_bias", kBiasQkv},
+        {"o_bias", kBiasOut},
         {"pair_tile", kPairTileBytes},
         {"down_tile", kDownTileBytes},
         {"qkv_rows", kQkvRows},
-        {"k_at", matrix_offset(kQRows, 0, kHidden)},
-        {"v_at", matrix_offset(kQRows + kKvRows, 0, kHidden)},
+        {"k_at", matrix_offset(kQRows, 0, kHidden, kAttentionFp8)},
+        {"v_at", matrix_offset(kQRows + kKvRows, 0, kHidden, kAttentionFp8)},
     };
     for (const auto& v : values) printf("%s %lld\n", v.name, v.value);
-  } else if (what == "matrix" && argc == 4) {
+  } else if (what == "matrix" && argc == 5) {
     const int rows = atoi(argv[2]), K = atoi(argv[3]);
-    const std::vector<uint8_t> in = read_bytes((size_t)rows * K * 2);
-    out.resize(in.size());
+    const bool fp8 = std::string(argv[4]) == "fp8";
+    const size_t width = fp8 ? 1 : 2;
+    const std::vector<uint8_t> in = read_bytes(rows * K * width);
+    out.resize(matrix_bytes(rows, K, fp8));
     for (int row = 0; row < rows; row++)
       for (int column = 0; column < K; column++)
-        memcpy(&out[matrix_offset(row, column, K)], &in[((size_t)row * K + column) * 2], 2);
+        memcpy(&out.at(matrix_offset(row, column, K, fp8)), &in[((size_t)row * K + column) * width], width);
+  } else if (what == "tile" && argc == 3) {
+    const Matrix tile(16, atoi(argv[2]));
+    out.resize(tile_bytes(tile.K));
+    for (int row = 0; row < 16; row++) tile.put(out.data(), row, row);
   } else if (what == "expert") {
     const Matrix gate(kMoeIntermediate, kHidden), up(kMoeIntermediate, kHidden), down(kHidden, kMoeIntermediate);
     out.resize(kExpertBytes);
@@ -76,7 +90,7 @@ int main(int argc, char** argv) {
       up.put(tile, 8 + row % 8, row);
     }
     for (int row = 0; row < kHidden; row++)
-      down.put(out.data() + kPairBytes + (int64_t)(row / kOwnedRows) * kDownTileBytes, row % kOwnedRows, row);
+      down.put(out.data() + kPairBytes + (int64_t)(row / kUnitRows) * kDownTileBytes, row % kUnitRows, row);
   } else {
     return 1;
   }
