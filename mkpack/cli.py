@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mkpack import __version__
+from mkpack import __version__, cli_trust
 from mkpack.errors import InternalError, UserError
 
 if TYPE_CHECKING:
@@ -141,6 +141,12 @@ def run(
         int | None, typer.Option(min=1, help="Positions to keep room for. [default: the artifact's limit]")
     ] = None,
     verify: Verify = True,
+    trust_kernel: Annotated[
+        str | None, typer.Option(metavar="SHA256", help="Allow exactly this kernel, now and later.")
+    ] = None,
+    rebuild_kernel: Annotated[
+        bool, typer.Option("--rebuild-kernel", help="Do not use the artifact's kernel, compile it here.")
+    ] = False,
     stats: Annotated[bool, typer.Option("--stats", help="Print the speed, and its bound, on standard error.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")] = False,
 ) -> None:
@@ -163,7 +169,16 @@ def run(
     )
     options = session.Options(raw, system, stats, json, sampling)
     text = session.find_prompt(prompt, prompt_file)
-    with mkpack.load(artifact, threads=threads, context=context, verify=verify) as model:
+    with mkpack.load(
+        artifact,
+        threads=threads,
+        context=context,
+        verify=verify,
+        trust_kernel=trust_kernel,
+        rebuild_kernel=rebuild_kernel,
+    ) as model:
+        if rebuild_kernel and model.rebuilt:
+            typer.echo(model.rebuilt.render(), err=True)
         if text is None:
             session.converse(model, options)
         else:
@@ -185,17 +200,9 @@ def inspect(
         typer.echo(show(opened.manifest, tensors))
 
 
-@app.command()
-def verify(artifact: Artifact) -> None:
-    """Check every byte of an artifact; runs nothing of it."""
-    from mkpack import describe
-
-    damaged = 0
-    for problem, line in describe.check(artifact):
-        damaged += problem
-        typer.echo(line)
-    if damaged:
-        raise UserError(f"{artifact} is damaged; copy or download it again, or rebuild it")
+app.command()(cli_trust.verify)
+app.command()(cli_trust.sign)
+app.add_typer(cli_trust.trust, name="trust")
 
 
 @app.command()
@@ -205,8 +212,10 @@ def unpack(
 ) -> None:
     """Unpack an artifact into a folder, which runs like the file."""
     from mkpack.artifact import extract
+    from mkpack.sign import carry
 
     extract(artifact, folder)
+    carry(artifact, folder)
     typer.echo(f"{folder}")
 
 

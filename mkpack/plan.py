@@ -20,6 +20,7 @@ from mkpack.text import Text
 
 if TYPE_CHECKING:
     from mkpack.dummy import Dummy
+    from mkpack.manifest import Manifest
 
 # Resident size of Python and torch before any tensor, and once modelopt and the scratch of the quantiser's threads have
 # come, which is when the first tensor is quantised.
@@ -213,9 +214,9 @@ def groups(roles: list[TensorRole]) -> Iterator[list[TensorRole]]:
         yield list(group)
 
 
-def plan(recipe_path: Path, weights: bool = False, progress: bool = True) -> Plan:
+def plan(recipe_path: Path, weights: bool = False, progress: bool = True, like: Manifest | None = None) -> Plan:
     """Reads the recipe and the checkpoint's metadata. weights: download a hub source whole (a build needs that), once
-    everything that can be checked without is.
+    everything that can be checked without is. like: an artifact whose commit and targets are to be had again.
 
     Raises UserError for everything in recipe, config or checkpoint that would stop the build, InternalError for a
     schedule that does not hold.
@@ -238,13 +239,16 @@ def plan(recipe_path: Path, weights: bool = False, progress: bool = True) -> Pla
         from mkpack.hub import fetch_source
 
         assert recipe.source.repo
-        found = fetch_source(recipe.source.repo, recipe.source.revision, progress=progress, weights=False)
+        revision = (like and like.source.commit) or recipe.source.revision
+        found = fetch_source(recipe.source.repo, revision, progress=progress, weights=False)
         files, config = _files(found.folder), _config(found.folder)
     spec, names = model_spec(config)
     roles = list(tensors(spec, names))
     if checkpoint:
         checkpoint.check(roles)
     targets = _checked_targets(recipe, recipe_path, spec)
+    if like and set(like.kernels) != set(targets):  # "native" there was another machine
+        targets = _checked_targets(recipe.model_copy(update={"targets": tuple(like.kernels)}), recipe_path, spec)
     text = _text(files)
     precision: dict[str, Format] = {p: recipe.precision_of(p) for p in get_args(Precision)}
     try:

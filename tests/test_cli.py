@@ -21,7 +21,8 @@ from mkpack import cli
 from mkpack.errors import InternalError, UserError
 
 ROOT = Path(__file__).parent.parent
-COMMANDS = ["build", "run", "inspect", "verify", "unpack", "graph", "bench", "eval", "doctor"]
+NO_TRUST = {"trust_kernel": None, "rebuild_kernel": False}
+COMMANDS = ["build", "run", "inspect", "verify", "sign", "trust", "unpack", "graph", "bench", "eval", "doctor"]
 
 
 class FakeGeneration:
@@ -246,7 +247,7 @@ def test_an_internal_error_is_exit_1(call: Any) -> None:
 def test_run_streams_the_answer(call: Any) -> None:
     assert call("run", "a.mkpack", "--prompt", "Hi") == (0, "one two é \n", "")
     load, chat, unload = FakeModel.calls
-    assert load == ("load", "a.mkpack", {"threads": None, "context": None, "verify": True})
+    assert load == ("load", "a.mkpack", {"threads": None, "context": None, "verify": True, **NO_TRUST})
     assert chat == ("chat", [("user", "Hi")], {})
     assert unload == ("unload",)
 
@@ -255,7 +256,7 @@ def test_run_passes_what_was_given_and_nothing_else(call: Any) -> None:
     flags = "--system Short --threads 2 --context 64 --no-verify --max-new-tokens 5 --temperature 0.5 --top-k 4"
     flags += " --top-p 0.9 --min-p 0.1 --repetition-penalty 1.1 --seed 7"
     assert call("run", "a.mkpack", "-p", "Hi", *flags.split())[0] == 0
-    assert FakeModel.calls[0] == ("load", "a.mkpack", {"threads": 2, "context": 64, "verify": False})
+    assert FakeModel.calls[0] == ("load", "a.mkpack", {"threads": 2, "context": 64, "verify": False, **NO_TRUST})
     messages, options = FakeModel.calls[1][1:]
     assert messages == [("system", "Short"), ("user", "Hi")]
     assert options == {
