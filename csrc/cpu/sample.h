@@ -1,6 +1,7 @@
 // Choosing a token from logits, in the order the field uses: repetition penalty, temperature, top-k, top-p, min-p, draw.
 #pragma once
 #include <algorithm>
+#include <cmath>
 #include <utility>
 #include <vector>
 
@@ -24,7 +25,11 @@ class Sampler {
     candidates_.clear();
     // Relative to the highest before the division, or a tiny temperature would make infinities of them.
     const float top = *std::max_element(logits, logits + m::vocab_size);
-    for (int i = 0; i < m::vocab_size; i++) candidates_.push_back({(logits[i] - top) / r.temperature, i});
+    for (int i = 0; i < m::vocab_size; i++) {
+      // NaN has no place in an order, and the selection below would leave its array on finding one.
+      const float logit = (logits[i] - top) / r.temperature;
+      candidates_.push_back({std::isnan(logit) ? -INFINITY : logit, i});
+    }
     bool ordered = true;
     if (r.top_k > 0 && r.top_k < m::vocab_size) {
       std::nth_element(candidates_.begin(), candidates_.begin() + r.top_k - 1, candidates_.end(), before);
