@@ -93,7 +93,8 @@ def sign(
         statement = _Statement(opened.manifest, opened.digest)
     path = output or signature_path(artifact)
     signing = _library("signing").Config().set_hashing_config(statement)
-    with _errors(f"cannot sign {artifact}"):
+    hint = "" if key else "; sigstore needs the network, a key (--key) does not"
+    with _errors(f"cannot sign {artifact}", hint):
         if key and certificate:
             signing.use_certificate_signer(
                 private_key=_readable(key), signing_certificate=_readable(certificate), certificate_chain=chain
@@ -119,7 +120,9 @@ def verify(signature: Path, manifest: Manifest, digest: str, signer: Signer) -> 
     """
     _bundle(signature)  # size and form, before the library reads it
     verifying = _library("verifying").Config().set_hashing_config(_Statement(manifest, digest))
-    with _errors(f"{signature}: not a signature of this artifact by {signer}"), tempfile.TemporaryDirectory() as folder:
+    hint = "; checking it the first time needs the network" if signer.kind == "identity" else ""
+    title = f"{signature}: not a signature of this artifact by {signer}"
+    with _errors(title, hint), tempfile.TemporaryDirectory() as folder:
         pem = Path(folder, "signer.pem")
         pem.write_text(signer.pem)
         if signer.kind == "key":
@@ -209,7 +212,7 @@ def _password(key: Path) -> bytes | None:
 
 
 @contextlib.contextmanager
-def _errors(title: str) -> Iterator[None]:
+def _errors(title: str, hint: str) -> Iterator[None]:
     """The libraries raise whatever their own libraries raise; all of it means that it did not work."""
     try:
         yield
@@ -226,7 +229,7 @@ def _errors(title: str) -> Iterator[None]:
         elif isinstance(e, FileNotFoundError):
             text = f"no such file: {e.filename}"
         text = " ".join(text.split()) or type(e).__name__
-        raise UserError(f"{title}: {text[:300]}{'...' if len(text) > 300 else ''}") from e
+        raise UserError(f"{title}: {text[:300]}{'...' if len(text) > 300 else ''}{hint}") from e
 
 
 @contextlib.contextmanager

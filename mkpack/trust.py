@@ -213,7 +213,7 @@ def require(
         f"  - trust who signed it: mkpack trust add PUBLIC_KEY.pem, then run it again ({reason})\n"
         "  - do not use this kernel, compile it here from mkpack's own sources: --rebuild-kernel\n"
         f"  - allow exactly this kernel, now and later: --trust-kernel {found}\n"
-        "docs/SECURITY.md says what each of them protects from"
+        "docs/SECURITY.md of mkpack says what each of them protects from"
     )
 
 
