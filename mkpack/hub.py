@@ -65,7 +65,8 @@ def fetch_source(
 def _online(repo: str, revision: str, cache: Path, weights: bool) -> SourceSnapshot:
     from huggingface_hub import hf_hub_download, snapshot_download
 
-    commit, listed = list_repo(f"source {repo}", repo, revision)
+    found = list_repo(f"source {repo}", repo, revision)
+    commit, listed = found.commit, found.files
 
     def get(name: str, *, again: bool = False) -> Path:
         return Path(hf_hub_download(repo, name, revision=commit, cache_dir=cache, force_download=again))

@@ -18,6 +18,11 @@ from typing import Any
 
 from mkpack.errors import UserError
 
+
+class Unreachable(UserError):
+    """No hub answered, or only with a fault of its own: what is cached may be used instead."""
+
+
 COMMIT = re.compile(r"[0-9a-f]{40}")
 # model_info has no limit of its own; a hub that takes longer than this to list a repo is not coming back.
 LIST_TIMEOUT = 60.0
@@ -37,8 +42,17 @@ class RemoteFile:
         return self.sha256 or self.git_id
 
 
-def list_repo(title: str, repo: str, revision: str) -> tuple[str, dict[str, RemoteFile]]:
-    """The commit that a branch, tag or commit names, and its files by name.
+@dataclass(frozen=True)
+class Listing:
+    """A repo at one commit (40 hex): its files by name, and whether only some may see it."""
+
+    commit: str
+    files: dict[str, RemoteFile]
+    private: bool
+
+
+def list_repo(title: str, repo: str, revision: str) -> Listing:
+    """The commit that a branch, tag or commit names, and its files.
 
     Raises UserError when what answers is no hub, and the client's errors (see client_errors) otherwise.
     """
@@ -53,9 +67,8 @@ def list_repo(title: str, repo: str, revision: str) -> tuple[str, dict[str, Remo
     commit = info.sha or ""
     if not COMMIT.fullmatch(commit):
         raise UserError(f"{title}: the hub did not name a commit for revision {revision}, found {commit!r}")
-    return commit, {
-        f.rfilename: RemoteFile(f.size, f.blob_id, f.lfs.sha256 if f.lfs else None) for f in info.siblings or []
-    }
+    files = {f.rfilename: RemoteFile(f.size, f.blob_id, f.lfs.sha256 if f.lfs else None) for f in info.siblings or []}
+    return Listing(commit, files, bool(info.private))
 
 
 def check_disk(title: str, storage: Path, folder: Path, files: Mapping[str, RemoteFile]) -> None:
@@ -141,10 +154,11 @@ def client_errors(title: str, revision: str, doing: str = "download") -> Iterato
     except UserError:
         raise
     except (OSError, RuntimeError, ValueError, network) as error:
-        raise UserError(f"{title}: {_explain(error, revision, constants.ENDPOINT, doing)}") from error
+        text, kind = _explain(error, revision, constants.ENDPOINT, doing)
+        raise kind(f"{title}: {text}") from error
 
 
-def _explain(error: BaseException, revision: str, endpoint: str, doing: str) -> str:
+def _explain(error: BaseException, revision: str, endpoint: str, doing: str) -> tuple[str, type[UserError]]:
     from huggingface_hub import errors, get_token
 
     chain = list(_causes(error))
@@ -158,44 +172,55 @@ def _explain(error: BaseException, revision: str, endpoint: str, doing: str) -> 
         else "set HF_TOKEN, none is set"
     )
     if first(errors.GatedRepoError):
-        return f"the repo is gated: accept its conditions at {endpoint} with your account; {token}"
+        return f"the repo is gated: accept its conditions at {endpoint} with your account; {token}", UserError
     if first(errors.RepositoryNotFoundError):
-        return f"no such repo at {endpoint}, or it is private: check the name; {token}"
+        return f"no such repo at {endpoint}, or it is private: check the name; {token}", UserError
     if first(errors.RevisionNotFoundError):
-        return f"the repo has no revision {revision!r}: expected a branch, a tag or a commit"
+        return f"the repo has no revision {revision!r}: expected a branch, a tag or a commit", UserError
     if first(errors.HFValidationError):
-        return f"not a repo name, expected OWNER/NAME: {_line(error)}"
+        return f"not a repo name, expected OWNER/NAME: {_line(error)}", UserError
     http = first(errors.HfHubHTTPError)
     if http is not None:
         return _explain_status(http, endpoint, token)
     kinds = {c.__name__ for e in chain for c in type(e).__mro__}
     offline = "; HF_HUB_OFFLINE=1 uses what is cached"
     if "TimeoutException" in kinds:
-        return f"{endpoint} did not answer in time{offline}"
+        return f"{endpoint} did not answer in time{offline}", Unreachable
     if kinds & {"ReadError", "WriteError", "CloseError", "RemoteProtocolError"}:
-        return f"the connection to {endpoint} was cut ({_line(chain[-1])}): run again, complete files are kept"
+        return (
+            f"the connection to {endpoint} was cut ({_line(chain[-1])}): run again, complete files are kept",
+            UserError,
+        )
     if "TransportError" in kinds:
-        return f"{endpoint} cannot be reached ({_line(chain[-1])}): check the network and HF_ENDPOINT{offline}"
+        return (
+            f"{endpoint} cannot be reached ({_line(chain[-1])}): check the network and HF_ENDPOINT{offline}",
+            Unreachable,
+        )
     full = first(OSError)
     if full is not None and full.filename is not None:
-        return f"{full.filename}: {full.strerror}"
-    return f"the {doing} failed, run again to continue: {_line(error)}"
+        return f"{full.filename}: {full.strerror}", UserError
+    return f"the {doing} failed, run again to continue: {_line(error)}", UserError
 
 
-def _explain_status(http: Any, endpoint: str, token: str) -> str:
+def _explain_status(http: Any, endpoint: str, token: str) -> tuple[str, type[UserError]]:
     status, url = http.response.status_code, http.response.url
     if status == 401:
-        return f"{endpoint} refused the credentials (401): {token}"
+        return f"{endpoint} refused the credentials (401): {token}", UserError
     if status == 403:
-        return f"{endpoint} forbids access (403): {token}"
+        return f"{endpoint} forbids access (403): {token}", UserError
     if status == 404:
-        return f"{url} was not found (404)"
+        return f"{url} was not found (404)", UserError
+    if status in (409, 412):
+        return "the branch was changed by somebody else meanwhile: run again", UserError
     if status == 429:
         wait = http.response.headers.get("Retry-After")
-        return f"{endpoint} limits the rate (429): wait {f'{wait} seconds' if wait else 'some minutes'}, then run again"
+        return (
+            f"{endpoint} limits the rate (429): wait {f'{wait} seconds' if wait else 'some minutes'}, then run again",
+            UserError,
+        )
     if status >= 500:
-        return f"{endpoint} has a fault of its own ({status}): run again later, complete files are kept"
-    return f"{endpoint} answered {status} for {url}: {_line(http)}"
+        return f"{endpoint} has a fault of its own ({status}): run again later, complete files are kept", Unreachable
+    return f"{endpoint} answered {status} for {url}: {_line(http)}", UserError
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

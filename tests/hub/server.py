@@ -1,21 +1,23 @@
 """A Hugging Face hub small enough to run inside a test: what the real client asks for, and every way to let it down.
 
 State is plain data: `FakeHub.repos` holds repos, a repo holds commits, a commit holds files. An endpoint is a method
-named in `ROUTES`; one more endpoint is one more line there.
+named in `ROUTES`; one more endpoint is one more line there. uploads.py holds those that change a repo.
 """
 
 from __future__ import annotations
 
-import json
 import re
 import socket
 import struct
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from hashlib import sha1, sha256
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote, urlsplit
+
+from uploads import Response, Uploads, git_id, is_lfs, json_response, refuse
 
 Files = dict[str, bytes]
 
@@ -45,18 +47,12 @@ class Request:
 
 
 @dataclass
-class Response:
-    status: int
-    body: bytes = b""
-    headers: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass
 class Fault:
     """What happens to the next `times` requests whose "METHOD path" matches `pattern`, instead of a good answer.
 
-    status: answered as it is. cut: the connection ends after that many bytes of the body, at -1 before any answer.
-    reset: it ends with a TCP reset instead of an orderly close.
+    status: answered as it is. cut: the connection ends after that many bytes of the body, at -1 before any answer; the
+    request has had its effect. lost: it ends after that many bytes of the request's body, which then has none.
+    reset: it ends with a TCP reset instead of an orderly close. skip: so many matching requests go well before.
     """
 
     pattern: str
@@ -65,10 +61,12 @@ class Fault:
     headers: dict[str, str] = field(default_factory=dict)
     body: bytes = b""
     cut: int | None = None
+    lost: int | None = None
     reset: bool = False
+    skip: int = 0
 
 
-class FakeHub:
+class FakeHub(Uploads):
     """Use as a context manager; `url` is the endpoint, `log` every request in order as "METHOD path"."""
 
     ROUTES = (
@@ -76,9 +74,11 @@ class FakeHub:
         ("GET", r"/api/models/(?P<repo>[^/]+/[^/]+)/revision/(?P<revision>[^/]+)", "model_info"),
         ("GET", r"/api/models/(?P<repo>[^/]+/[^/]+)/tree/(?P<revision>[^/]+)", "tree"),
         ("HEAD|GET", r"/(?P<repo>[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?P<name>.+)", "resolve"),
+        *Uploads.ROUTES,
     )
 
     def __init__(self) -> None:
+        super().__init__()
         self.repos: dict[str, Repo] = {}
         self.tokens: set[str] = set()
         self.log: list[str] = []
@@ -86,6 +86,7 @@ class FakeHub:
         self.faults: list[Fault] = []
         self.after: list[tuple[str, Callable[[], object]]] = []
         self._lock = threading.Lock()
+        self._changing = threading.Lock()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
 
@@ -115,19 +116,27 @@ class FakeHub:
         return sorted(line.split("/resolve/")[1].split("/", 1)[1] for line in self.log if line.startswith("GET /")
                       and "/resolve/" in line)  # fmt: skip
 
-    def answer(self, request: Request) -> tuple[Response, Fault | None]:
-        """The answer to a request, and the fault that spoils its delivery, if any."""
-        line = f"{request.method} {request.path}"
+    def fault(self, line: str) -> Fault | None:
+        """What is to happen to the request that "METHOD path" names, which counts as one of the fault's."""
         with self._lock:
             self.log.append(line)
-            if "Range" in request.headers:
-                self.ranges.append(request.headers["Range"])
-            fault = next((f for f in self.faults if f.times > 0 and re.search(f.pattern, line)), None)
-            if fault is not None:
-                fault.times -= 1
+            for fault in self.faults:
+                if re.search(fault.pattern, line) and fault.times > 0:
+                    if fault.skip == 0:
+                        fault.times -= 1
+                        return fault
+                    fault.skip -= 1
+        return None
+
+    def answer(self, request: Request, fault: Fault | None) -> tuple[Response, Fault | None]:
+        """The answer to a request, and the fault that spoils its delivery, if any."""
+        line = f"{request.method} {request.path}"
+        if "Range" in request.headers:
+            self.ranges.append(request.headers["Range"])
         if fault is not None and fault.status is not None:
             return Response(fault.status, fault.body, fault.headers), None
-        response = self._route(request)
+        with self._changing if request.method in ("POST", "PUT") else nullcontext():
+            response = self._route(request)
         with self._lock:
             due = [call for pattern, call in self.after if re.search(pattern, line)]
             self.after = [(pattern, call) for pattern, call in self.after if not re.search(pattern, line)]
@@ -140,21 +149,21 @@ class FakeHub:
         for methods, pattern, action in self.ROUTES:
             if request.method in methods.split("|") and (match := re.fullmatch(pattern, path)):
                 return getattr(self, action)(request, **{k: unquote(v) for k, v in match.groupdict().items()})
-        return _refuse(404, "", "no such page")
+        return refuse(404, "", "no such page")
 
     def _find(self, request: Request, repo: str, revision: str, *, content: bool) -> tuple[Repo, str] | Response:
         """The repo and commit a request may see, or the refusal the real hub would give."""
         token = request.headers.get("authorization", "").removeprefix("Bearer ")
         if token and token not in self.tokens:
-            return _refuse(401, "", "Invalid credentials in Authorization header")
+            return refuse(401, "", "Invalid credentials in Authorization header")
         home = self.repos.get(repo)
         if home is None or (home.private and token not in home.readers):
-            return _refuse(404 if token else 401, "RepoNotFound", "Repository not found")
+            return refuse(404 if token else 401, "RepoNotFound", "Repository not found")
         if content and home.gated and token not in home.readers:
-            return _refuse(403 if token else 401, "GatedRepo", f"Access to model {repo} is restricted")
+            return refuse(403 if token else 401, "GatedRepo", f"Access to model {repo} is restricted")
         commit = home.refs.get(revision, revision)
         if commit not in home.commits:
-            return _refuse(404, "RevisionNotFound", f"Invalid rev id: {revision}")
+            return refuse(404, "RevisionNotFound", f"Invalid rev id: {revision}")
         return home, commit
 
     def model_info(self, request: Request, repo: str, revision: str = "main") -> Response:
@@ -165,11 +174,11 @@ class FakeHub:
         siblings = []
         for name, data in home.commits[commit].items():
             size = home.listed_sizes.get(name, len(data))
-            entry = {"rfilename": name, "size": size, "blobId": _git_id(data)}
-            if _is_lfs(name):
+            entry = {"rfilename": name, "size": size, "blobId": git_id(data)}
+            if is_lfs(name):
                 entry["lfs"] = {"sha256": sha256(data).hexdigest(), "size": size, "pointerSize": 130}
             siblings.append(entry)
-        return _json({"id": repo, "sha": commit, "private": home.private, "tags": [], "siblings": siblings})
+        return json_response({"id": repo, "sha": commit, "private": home.private, "tags": [], "siblings": siblings})
 
     def tree(self, request: Request, repo: str, revision: str) -> Response:
         found = self._find(request, repo, revision, content=False)
@@ -178,11 +187,11 @@ class FakeHub:
         home, commit = found
         entries = []
         for name, data in home.commits[commit].items():
-            entry = {"type": "file", "path": name, "size": len(data), "oid": _git_id(data)}
-            if _is_lfs(name):
+            entry = {"type": "file", "path": name, "size": len(data), "oid": git_id(data)}
+            if is_lfs(name):
                 entry["lfs"] = {"oid": sha256(data).hexdigest(), "size": len(data), "pointerSize": 130}
             entries.append(entry)
-        return _json(entries)
+        return json_response(entries)
 
     def resolve(self, request: Request, repo: str, revision: str, name: str) -> Response:
         found = self._find(request, repo, revision, content=True)
@@ -191,9 +200,9 @@ class FakeHub:
         home, commit = found
         data = home.commits[commit].get(name)
         if data is None:
-            return _refuse(404, "EntryNotFound", f"{name} does not exist", {"X-Repo-Commit": commit})
-        headers = {"X-Repo-Commit": commit, "Accept-Ranges": "bytes", "ETag": f'"{_git_id(data)}"'}
-        if _is_lfs(name):
+            return refuse(404, "EntryNotFound", f"{name} does not exist", {"X-Repo-Commit": commit})
+        headers = {"X-Repo-Commit": commit, "Accept-Ranges": "bytes", "ETag": f'"{git_id(data)}"'}
+        if is_lfs(name):
             digest = sha256(data).hexdigest()
             headers |= {"ETag": f'"{digest}"', "X-Linked-Etag": f'"{digest}"', "X-Linked-Size": str(len(data))}
         wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", request.headers.get("Range", ""))
@@ -209,8 +218,13 @@ class _Handler(BaseHTTPRequestHandler):
     hub: FakeHub
 
     def handle_any(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        response, fault = self.hub.answer(Request(self.command, self.path, _Headers(self.headers), body))
+        fault = self.hub.fault(f"{self.command} {self.path}")
+        if fault is not None and fault.lost is not None:
+            self._body(fault.lost)
+            self._hang_up(fault)
+            return
+        body = self._body()
+        response, fault = self.hub.answer(Request(self.command, self.path, _Headers(self.headers), body), fault)
         if fault is not None and fault.cut is not None and fault.cut < 0:
             self._hang_up(fault)
             return
@@ -223,6 +237,19 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(response.body if fault is None else response.body[: fault.cut])
         if fault is not None:
             self._hang_up(fault)
+
+    def _body(self, most: int | None = None) -> bytes:
+        """The request's body, or its first `most` bytes."""
+        if "chunked" not in self.headers.get("Transfer-Encoding", ""):
+            length = int(self.headers.get("Content-Length", 0))
+            return self.rfile.read(length if most is None else min(length, most))
+        body = b""
+        while (length := int(self.rfile.readline(), 16)) and (most is None or len(body) < most):
+            body += self.rfile.read(length)
+            self.rfile.readline()
+        if length == 0:
+            self.rfile.readline()
+        return body
 
     do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = handle_any
 
@@ -253,22 +280,3 @@ class _Headers(dict):
 
     def __contains__(self, key: object) -> bool:
         return super().__contains__(str(key).lower())
-
-
-def _is_lfs(name: str) -> bool:
-    return name.endswith((".safetensors", ".bin")) or name == "tokenizer.json"
-
-
-def _git_id(data: bytes) -> str:
-    return sha1(b"blob %d\0" % len(data) + data).hexdigest()
-
-
-def _json(value: object) -> Response:
-    return Response(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
-
-
-def _refuse(status: int, code: str, message: str, headers: dict[str, str] | None = None) -> Response:
-    found = {"X-Error-Message": message, **(headers or {})}
-    if code:
-        found["X-Error-Code"] = code
-    return Response(status, json.dumps({"error": message}).encode(), {"Content-Type": "application/json", **found})
