@@ -19,7 +19,7 @@ from mkpack.container import MAX_ENTRIES, ZipWriter, names_problems
 from mkpack.digest import Digester, Progress, Verification
 from mkpack.errors import InternalError, UserError, combine, nearest, os_errors
 from mkpack.manifest import MANIFEST_NAME, Entry, Manifest, capped, shown
-from mkpack.store import FolderStore, ZipStore, address
+from mkpack.store import FolderStore, Use, ZipStore, address
 
 MAX_MANIFEST = 64 << 20  # bytes
 BLOCK = 4 << 20  # bytes in memory while an entry is copied
@@ -54,20 +54,25 @@ class Artifact:
             )
         return data
 
-    def map(self, name: str) -> memoryview:
-        """Bytes of an entry in place, unchecked, read-only; weights start at a multiple of 4096. Asks for read-ahead.
+    def map(self, name: str, use: Use = "stay") -> memoryview:
+        """Bytes of an entry in place, unchecked, read-only; weights start at a multiple of 4096. use: "stay" asks for
+        read-ahead of the whole, "pass" says that it is read once, from one end to the other.
 
         The view may outlive close(). Whoever truncates the file meanwhile ends this process with SIGBUS; write_artifact
         replaces files and never does.
         """
         view = self._view(name)
-        self._store.advise(name)
+        self._store.advise(name, use)
         return view
 
-    def address(self, name: str) -> int:
-        """Address of map(name) for native code, which may only read there. Valid until close()."""
-        view = self._pinned[name] = self.map(name)
+    def address(self, name: str, use: Use = "stay") -> int:
+        """Address of map(name, use) for native code, which may only read there. Valid until close()."""
+        view = self._pinned[name] = self.map(name, use)
         return address(view)
+
+    def drop(self, name: str) -> None:
+        """Gives back the memory that reading an entry took; addresses and views stay valid."""
+        self._store.advise(name, "drop")
 
     def verify(
         self,
@@ -276,7 +281,7 @@ def extract(path: Path | str, folder: Path) -> None:
         _remove(temporary)
         try:
             for name in names:
-                data = memoryview(artifact.read(name)) if name == MANIFEST_NAME else artifact.map(name)
+                data = memoryview(artifact.read(name)) if name == MANIFEST_NAME else artifact.map(name, "pass")
                 target = temporary / name
                 target.parent.mkdir(parents=True, exist_ok=True)
                 with open(target, "xb") as out:

@@ -78,13 +78,15 @@ class BenchResult:
         return "\n".join(lines)
 
 
-def run(path: Path, *, threads: int | None = None, contexts: Sequence[int] | None = None) -> BenchResult:
-    """Measures an artifact. contexts: positions in the cache when decoding starts.
+def run(
+    path: Path, *, target: str | None = None, threads: int | None = None, contexts: Sequence[int] | None = None
+) -> BenchResult:
+    """Measures an artifact. target, threads: as load() takes them. contexts: positions in the cache when decoding starts.
 
     Raises UserError for a context that leaves no room for the measured tokens.
     """
     start = time.perf_counter()
-    with load(path, threads=threads) as model:
+    with load(path, target=target, threads=threads) as model:
         model.step([0], 0)  # waits for the digests, as the first token of a run does
         load_s = time.perf_counter() - start
         room = model.context - NEW_TOKENS

@@ -28,6 +28,9 @@ app = typer.Typer(
 Artifact = Annotated[Path, typer.Argument(metavar="ARTIFACT", help="NAME.mkpack, or the folder it was unpacked to.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="Worker threads. [default: one per core]")]
+Target = Annotated[
+    str | None, typer.Option(metavar="TARGET", help="Kernel to run: cpu, gpu, or a target of the artifact.")
+]
 Verify = Annotated[bool, typer.Option("--verify/--no-verify", help="Check every byte first.")]
 
 
@@ -136,6 +139,7 @@ def run(
     repetition_penalty: Annotated[float | None, typer.Option(help="Above 1: less of what was said; 1 is off.")] = None,
     seed: Annotated[int | None, typer.Option(min=0, max=2**64 - 1, help="Equal seeds give equal answers.")] = None,
     greedy: Annotated[bool, typer.Option("--greedy", help="Always the likeliest token.")] = False,
+    target: Target = None,
     threads: Threads = None,
     context: Annotated[
         int | None, typer.Option(min=1, help="Positions to keep room for. [default: the artifact's limit]")
@@ -171,6 +175,7 @@ def run(
     text = session.find_prompt(prompt, prompt_file)
     with mkpack.load(
         artifact,
+        target=target,
         threads=threads,
         context=context,
         verify=verify,
@@ -240,6 +245,7 @@ def graph(
 @app.command()
 def bench(
     artifact: Artifact,
+    target: Target = None,
     threads: Threads = None,
     context: Annotated[
         list[int] | None, typer.Option(min=1, help="Positions in the cache when it starts; may be repeated.")
@@ -249,7 +255,7 @@ def bench(
     """Measure speed beside the bound of this machine's memory."""
     from mkpack import bench as benchmark
 
-    result = benchmark.run(artifact, threads=threads, contexts=context)
+    result = benchmark.run(artifact, target=target, threads=threads, contexts=context)
     typer.echo(result.to_json() if json else result.render())
 
 

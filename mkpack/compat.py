@@ -13,17 +13,23 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mkpack import platform
-from mkpack.manifest import Manifest, shown
+from mkpack.manifest import LayoutName, Manifest, shown
 
+_KINDS: dict[LayoutName, str] = {"cpu": "cpu", "cuda": "gpu"}
 _KNOWN = ("system", "cpu", "gpu", "glibc", "cuda", "sms")
 
 
-def choose_target(manifest: Manifest) -> tuple[str | None, list[str]]:
+def choose_target(manifest: Manifest, wanted: str | None = None) -> tuple[str | None, list[str]]:
     """The best of the artifact's kernels that this machine runs: a GPU's before a CPU's, the higher CPU level first.
+    wanted: only this target, or with "cpu" or "gpu" only those of the kind.
 
     Without one: None, and every mismatch of every kernel, a text each.
     """
-    found = {target: mismatches(target, kernel.requires) for target, kernel in sorted(manifest.kernels.items())}
+    asked = {t: k for t, k in sorted(manifest.kernels.items()) if wanted in (None, t) or _KINDS[k.layout] == wanted}
+    if wanted is not None and not asked:
+        has = ", ".join(sorted(manifest.kernels)) or "none"
+        return None, [f"target {shown(wanted)}: the artifact has no such kernel, it has {has}"]
+    found = {target: mismatches(target, kernel.requires) for target, kernel in asked.items()}
     fitting = [target for target, problems in found.items() if not problems]
     if fitting:
         return min(fitting, key=_rank), []
@@ -32,6 +38,8 @@ def choose_target(manifest: Manifest) -> tuple[str | None, list[str]]:
     here = ", ".join(platform.cpu_levels()) or "mkpack has none yet"
     has = ", ".join(found) or "none"
     first = f"no kernel for this machine: the artifact has {has}; it needs a target that runs here ({here})"
+    if wanted is not None:
+        first = f"target {shown(wanted)} does not run on this machine"
     return None, [first, *(problem for problems in found.values() for problem in problems)]
 
 
@@ -86,14 +94,15 @@ def _gpu_needs(gpu: str, requires: Mapping[str, Any]) -> Iterator[str]:
     cuda = requires.get("cuda")
     if cuda is not None and _version(driver.cuda) < _version(cuda):
         yield f"needs an NVIDIA driver for CUDA {shown(cuda)} or newer, this one is for CUDA {driver.cuda}; update it"
-    fitting = [device for device in driver.devices if device.capability == wanted]
-    if not fitting:
-        have = ", ".join(f"{d.capability} ({d.name})" for d in driver.devices) or "no GPU"
-        yield f"needs an NVIDIA GPU of compute capability {wanted}, found {have}"
+    first = driver.devices[0] if driver.devices else None  # the one that a kernel takes
     sms = requires.get("sms")
-    most = max((device.multiprocessors for device in fitting), default=None)
-    if isinstance(sms, int) and most is not None and most < sms:
-        yield f"is compiled for {sms} multiprocessors, the GPU has {most}"
+    if first is None or first.capability != wanted:
+        have = ", ".join(f"{d.capability} ({d.name})" for d in driver.devices) or "no GPU"
+        later = any(device.capability == wanted for device in driver.devices)
+        how = "; the first is taken, so put the right one first in CUDA_VISIBLE_DEVICES" if later else ""
+        yield f"needs an NVIDIA GPU of compute capability {wanted}, found {have}{how}"
+    elif isinstance(sms, int) and first.multiprocessors < sms:
+        yield f"is compiled for {sms} multiprocessors, the GPU ({first.name}) has {first.multiprocessors}"
 
 
 def _version(text: object) -> tuple[int, ...]:

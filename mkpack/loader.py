@@ -46,12 +46,14 @@ def load(
     context: int | None = None,
     verify: bool = True,
     wait_limit: float = 30.0,
+    target: str | None = None,
     trust_kernel: str | None = None,
     rebuild_kernel: bool = False,
 ) -> Model:
     """Loads an artifact (file or unpacked folder) for this machine.
 
-    threads: default one for each core this process may use. context: KV cache positions, at most (and by default) the
+    target: the kernel to run, for instance "sm_90a" or "x86-64-v3", or "gpu" or "cpu" for the best of its kind; by
+    default a kernel for this machine's GPU (the first that CUDA_VISIBLE_DEVICES leaves), else for its CPU. threads: default one for each core this process may use. context: KV cache positions, at most (and by default) the
     compiled-in limit. verify: check the digest of the weights, in the background; Model waits for it before its first
     token. Everything else is always checked. wait_limit: seconds a step may wait before it is given up.
 
@@ -66,7 +68,7 @@ def load(
     found: list[str] = []
     artifact = open_artifact(os.fspath(path), found)
     try:
-        return _load(artifact, found, threads, context, verify, wait_limit, trust_kernel, rebuild_kernel)
+        return _load(artifact, found, threads, context, verify, wait_limit, target, trust_kernel, rebuild_kernel)
     except BaseException:
         artifact.close()
         raise
@@ -79,11 +81,12 @@ def _load(
     context: int | None,
     verify: bool,
     wait_limit: float,
+    wanted: str | None,
     trust_kernel: str | None,
     rebuild_kernel: bool,
 ) -> Model:
     manifest = artifact.manifest
-    target, wrong = choose_target(manifest)
+    target, wrong = choose_target(manifest, wanted)
     found += wrong
     limit = manifest.limits.context
     if context is not None and not 1 <= context <= limit:
@@ -107,8 +110,10 @@ def _load(
         trust.require(str(artifact.path), manifest, artifact.digest, target, signature=signature, allow=trust_kernel)
     blobs = manifest.weights_in(kernel.layout)
     weights = [entry.path for entry in blobs]
-    addresses = [artifact.address(name) for name in weights]
-    digests = _Digests(artifact, weights) if verify else None
+    # A GPU's kernel reads its weights once, into the GPU: they need not stay in this machine's memory, nor fit there.
+    on_gpu = kernel.layout == "cuda"
+    addresses = [artifact.address(name, "pass" if on_gpu else "stay") for name in weights]
+    digests = _Digests(artifact, weights, drop=on_gpu) if verify else None
     library = Library(rebuilt.data if rebuilt else content[kernel.path], f"{artifact.path}: {kernel.path}")
     if library.describe() != kernel.description:
         difference = _difference(kernel.description, library.describe())
@@ -117,14 +122,22 @@ def _load(
             f"{artifact.path}: the kernel {kernel.path} is not the one of the manifest: {difference}; build it again"
         )
     positions = context or limit
-    native = NativeModel(
-        library,
-        addresses,
-        blobs[0].nbytes,
-        threads=threads or platform.cores(),
-        context=positions,
-        wait_limit=wait_limit,
-    )
+    try:
+        native = NativeModel(
+            library,
+            addresses,
+            blobs[0].nbytes,
+            threads=threads or platform.cores(),
+            context=positions,
+            wait_limit=wait_limit,
+        )
+    except UserError as e:
+        if on_gpu and choose_target(manifest, "cpu")[0]:
+            raise UserError(f"{e}; --target cpu runs it on this machine's CPU instead") from e
+        raise
+    if on_gpu:
+        for name in weights:
+            artifact.drop(name)
     files = {os.path.basename(name): content[name] for name in manifest.tokenizer_files}
     files = {name: data for name, data in files.items() if name in FILES}
     model = Model(artifact, native, target, positions, files, digests)
@@ -179,7 +192,9 @@ def _difference(expected: str, found: str) -> str:
 class _Digests:
     """The digest check of the weights: begun at once, waited for when the first token is wanted."""
 
-    def __init__(self, artifact: Artifact, names: list[str]) -> None:
+    def __init__(self, artifact: Artifact, names: list[str], drop: bool) -> None:
+        """drop: the memory that reading them took is given back when they are checked."""
+        self._artifact, self._dropped = artifact, names if drop else []
         self._begin = functools.partial(artifact.verify_async, names)
         self._running: Verification | None = self._begin()
 
@@ -193,6 +208,8 @@ class _Digests:
             self._running = self._begin()  # an interrupted check can only say that it was
             raise
         self._running = None
+        for name in self._dropped:
+            self._artifact.drop(name)
 
 
 class Model:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _loads = itertools.count(1)
 _CODES = {
-    abi.ERR_ARGUMENT: "bad argument",
+    abi.ERR_ARGUMENT: "refused",
     abi.ERR_CONTEXT: "context full",
     abi.ERR_TIMEOUT: "timed out",
     abi.ERR_MEMORY: "out of memory",
@@ -66,11 +66,13 @@ class Library:
     def describe(self) -> str:
         return str((self.lib.mk_describe() or b"").decode("utf-8", "replace"))
 
-    def error(self, code: int, doing: str) -> Exception:
+    def error(self, code: int, doing: str, starting: bool = False) -> Exception:
         """The exception for a negative code, with this thread's mk_last_error() text."""
         text = (self.lib.mk_last_error() or b"").decode("utf-8", "replace") or "no further text"
         message = f"{doing} failed: {_CODES.get(code, f'code {code}')}: {text}"
-        return UserError(message) if code == abi.ERR_CONTEXT else InternalError(message)
+        # A kernel that starts has done nothing yet: what stops it then (memory, the GPU) is the user's to mend.
+        mendable = (abi.ERR_ARGUMENT, abi.ERR_CONTEXT)
+        return UserError(message) if starting or code in mendable else InternalError(message)
 
     def close(self) -> None:
         if self._lib is not None:
@@ -114,7 +116,7 @@ class NativeModel:
         try:
             code = library.lib.mk_create(ctypes.byref(options), ctypes.byref(handle))
             if code != abi.OK:
-                raise library.error(code, "starting the kernel")
+                raise library.error(code, "starting the kernel", starting=True)
         except BaseException:
             library.close()
             raise

@@ -10,10 +10,20 @@ import mmap
 import os
 import zlib
 from pathlib import Path
+from typing import Literal
 
 from mkpack.container import MAX_ENTRIES, names_problems, read_zip
 from mkpack.errors import UserError
 from mkpack.manifest import MANIFEST_NAME, MAX_NAME, SIGNATURE_NAME, name_problem, shown
+
+# What becomes of an entry's memory: read again and again; read once from one end to the other; not needed now, so that
+# it need not count as this process's (it is read again from the file when somebody looks).
+Use = Literal["stay", "pass", "drop"]
+_ADVICE: dict[Use, tuple[str, ...]] = {
+    "stay": ("MADV_HUGEPAGE", "MADV_WILLNEED"),
+    "pass": ("MADV_SEQUENTIAL",),
+    "drop": ("MADV_DONTNEED",),
+}
 
 
 class ZipStore:
@@ -41,10 +51,10 @@ class ZipStore:
         if zlib.crc32(data) != self._members[MANIFEST_NAME].crc:
             raise UserError(f"{MANIFEST_NAME} is damaged (CRC-32 differs); copy or download the file again")
 
-    def advise(self, name: str) -> None:
+    def advise(self, name: str, use: Use) -> None:
         member = self._members[name]
         start = member.offset - member.offset % mmap.PAGESIZE
-        _advise(self._map, start, member.offset + member.size - start)
+        _advise(self._map, start, member.offset + member.size - start, use)
 
     def close(self) -> None:
         _close(self._map)
@@ -104,9 +114,9 @@ class FolderStore:
     def check_manifest(self, data: bytes) -> None:
         """A folder keeps no checksum beside its manifest."""
 
-    def advise(self, name: str) -> None:
+    def advise(self, name: str, use: Use) -> None:
         if name in self._maps:
-            _advise(self._maps[name], 0, self.sizes[name])
+            _advise(self._maps[name], 0, self.sizes[name], use)
 
     def close(self) -> None:
         for mapped in self._maps.values():
@@ -119,8 +129,8 @@ def _close(mapped: mmap.mmap) -> None:
         mapped.close()
 
 
-def _advise(mapped: mmap.mmap, start: int, length: int) -> None:
-    for advice in ("MADV_HUGEPAGE", "MADV_WILLNEED"):  # hints: a kernel may know neither
+def _advise(mapped: mmap.mmap, start: int, length: int, use: Use) -> None:
+    for advice in _ADVICE[use]:  # hints: a kernel may not know them
         if hasattr(mmap, advice):
             with contextlib.suppress(OSError):
                 mapped.madvise(getattr(mmap, advice), start, length)

@@ -64,7 +64,7 @@ class FakeGeneration:
 
 class FakeModel:
     calls: list[Any] = []
-    manifest = types.SimpleNamespace(spec="spec", sections=["section"], tp=2)
+    manifest = types.SimpleNamespace(spec="spec", sections={"cpu": ["section"]}, tp=2)
 
     def __init__(self, path: Path, **options: Any) -> None:
         if not path.name.endswith(".mkpack"):
@@ -247,16 +247,17 @@ def test_an_internal_error_is_exit_1(call: Any) -> None:
 def test_run_streams_the_answer(call: Any) -> None:
     assert call("run", "a.mkpack", "--prompt", "Hi") == (0, "one two é \n", "")
     load, chat, unload = FakeModel.calls
-    assert load == ("load", "a.mkpack", {"threads": None, "context": None, "verify": True, **NO_TRUST})
+    assert load == ("load", "a.mkpack", {"target": None, "threads": None, "context": None, "verify": True, **NO_TRUST})
     assert chat == ("chat", [("user", "Hi")], {})
     assert unload == ("unload",)
 
 
 def test_run_passes_what_was_given_and_nothing_else(call: Any) -> None:
-    flags = "--system Short --threads 2 --context 64 --no-verify --max-new-tokens 5 --temperature 0.5 --top-k 4"
+    flags = "--system Short --target cpu --threads 2 --context 64 --no-verify --max-new-tokens 5 --temperature 0.5 --top-k 4"
     flags += " --top-p 0.9 --min-p 0.1 --repetition-penalty 1.1 --seed 7"
     assert call("run", "a.mkpack", "-p", "Hi", *flags.split())[0] == 0
-    assert FakeModel.calls[0] == ("load", "a.mkpack", {"threads": 2, "context": 64, "verify": False, **NO_TRUST})
+    given = {"target": "cpu", "threads": 2, "context": 64, "verify": False}
+    assert FakeModel.calls[0] == ("load", "a.mkpack", given | NO_TRUST)
     messages, options = FakeModel.calls[1][1:]
     assert messages == [("system", "Short"), ("user", "Hi")]
     assert options == {
@@ -510,7 +511,7 @@ def test_dry_run_builds_nothing(call: Any, tmp_path: Path) -> None:
 
 def test_bench_and_eval_pass_their_options(call: Any) -> None:
     _, out, _ = call("bench", "a.mkpack", "--threads", "2", "--context", "64", "--context", "128")
-    assert out == "text of ('a.mkpack', {'threads': 2, 'contexts': [64, 128]})\n"
+    assert out == "text of ('a.mkpack', {'target': None, 'threads': 2, 'contexts': [64, 128]})\n"
     _, out, _ = call("eval", "a.mkpack", "--against", "b.mkpack", "--tokens", "9")
     assert out == "text of ('a.mkpack', 'b.mkpack', {'text': None, 'tokens': 9, 'threads': None})\n"
     assert call("eval", "a.mkpack")[0] == 2

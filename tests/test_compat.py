@@ -71,7 +71,7 @@ def test_every_mismatch_of_every_kernel_is_told(machine):
         "sm_100a needs an NVIDIA GPU of compute capability 10.0, found 9.0 (NVIDIA H100 PCIe)",
         "sm_90a needs glibc 2.34 or newer, found 2.31",
         "sm_90a needs an NVIDIA driver for CUDA 13.0 or newer, this one is for CUDA 12.4; update it",
-        "sm_90a is compiled for 132 multiprocessors, the GPU has 114",
+        "sm_90a is compiled for 132 multiprocessors, the GPU (NVIDIA H100 PCIe) has 114",
         "x86-64-v4 needs avx512f, avx512bw, which this CPU lacks",
         "x86-64-v4 needs glibc 2.34 or newer, found 2.31",
     ]
@@ -103,6 +103,33 @@ def test_no_driver_no_gpu_and_an_unknown_target(machine):
     machine(driver=CudaDriver("13.0", ()))
     assert "found no GPU" in compat.mismatches("sm_90a", {})[0]
     assert "upgrade mkpack" in compat.mismatches("riscv64", {})[0]
+
+
+def test_the_first_gpu_is_taken(machine):
+    b200 = CudaDevice("NVIDIA B200", "10.0", 148)
+    machine(driver=CudaDriver("13.0", (b200, H200)))
+    assert compat.mismatches("sm_100a", {"sms": 148}) == []
+    assert compat.mismatches("sm_90a", {"sms": 132}) == [
+        "sm_90a needs an NVIDIA GPU of compute capability 9.0, found 10.0 (NVIDIA B200), 9.0 (NVIDIA H200); the first "
+        "is taken, so put the right one first in CUDA_VISIBLE_DEVICES"
+    ]
+
+
+def test_a_target_that_was_asked_for(machine):
+    machine(levels=("x86-64-v4", "x86-64-v3"), driver=CudaDriver("13.0", (H200,)))
+    found = manifest(x86__64__v3={}, x86__64__v4={}, sm_90a={}, sm_100a={})
+    kernels = {t: k.model_copy(update={"layout": "cuda"} if "sm_" in t else {}) for t, k in found.kernels.items()}
+    found = found.model_copy(update={"kernels": kernels})
+    for wanted, target in (("cpu", "x86-64-v4"), ("gpu", "sm_90a"), ("x86-64-v3", "x86-64-v3"), (None, "sm_90a")):
+        assert compat.choose_target(found, wanted) == (target, [])
+    assert compat.choose_target(found, "sm_100a")[1] == [
+        "target sm_100a does not run on this machine",
+        "sm_100a needs an NVIDIA GPU of compute capability 10.0, found 9.0 (NVIDIA H200)",
+    ]
+    assert compat.choose_target(found, "sm_80") == (
+        None,
+        ["target sm_80: the artifact has no such kernel, it has sm_100a, sm_90a, x86-64-v3, x86-64-v4"],
+    )
 
 
 def test_another_architecture_and_another_system(machine):

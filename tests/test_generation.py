@@ -241,7 +241,7 @@ def test_a_failing_kernel_is_an_internal_error_and_the_model_goes_on(make):
         generation.close()
         assert pieces == ["a", "b"] and generation.result is None
         assert "".join(model.generate("Hi", max_new_tokens=2)) == "ab"
-    with pytest.raises(InternalError, match="out of memory: no memory for the cache"):
+    with pytest.raises(UserError, match="out of memory: no memory for the cache"):
         load(make(HELLO), wait_limit=77)
 
 
