@@ -13,8 +13,9 @@ from mkpack.schedule import Schedule, cpu
 from mkpack.spec import ModelSpec
 
 _LAYER_FIELDS = (
-    "attn_norm qkv qkv_scale qkv_bias q_norm k_norm o o_scale o_bias mlp_norm router gate_up gate_up_scale "
-    "down down_scale"
+    "attn_norm qkv qkv_scale qkv_bias q_norm k_norm sinks o o_scale o_bias attn_residual_gate mlp_norm router "
+    "router_bias pre_proj pre_proj_scale choice_bias pre_norm gate_up gate_up_scale gate_up_bias down down_scale "
+    "down_bias expert_norm post_proj post_proj_scale mlp_out_norm mlp_residual_gate"
 ).split()
 
 
@@ -40,7 +41,9 @@ def _layers(layout: Layout) -> str:
             f"layers.{i}.{f.removesuffix('_scale')}{'.scale' if f.endswith('_scale') else ''}" for f in _LAYER_FIELDS
         ]
         offsets = [str(layout.section(n).offset) if n in layout else "0" for n in names]
-        rows.append(f"    {{{', '.join(offsets)}, {layer.sliding_window or 0}, {str(layer.moe).lower()}}},")
+        rows.append(
+            f"    {{{', '.join(offsets)}, {layer.sliding_window or 0}, {cpp_bool(layer.moe)}, {cpp_bool(layer.rope)}}},"
+        )
     return "\n".join(rows)
 
 
@@ -54,7 +57,7 @@ def _schedule(schedule: Schedule) -> list[str]:
         after = schedule.phases[i + 1]
         end = after if any(w.by == "last arriver" for w in after.waits) else p
         layer = -1 if p.layer is None else p.layer
-        rows.append(f"    {{Phase::{p.name}, {layer}, {str(end.key in barriers).lower()}}},")
+        rows.append(f"    {{Phase::{p.name}, {layer}, {cpp_bool(end.key in barriers)}}},")
     names = ", ".join(f'"{name}"' for name in cpu.PHASES)
     sizes = {b.name: b.elements for b in schedule.buffers}
     return [
@@ -74,6 +77,10 @@ def _schedule(schedule: Schedule) -> list[str]:
     ]
 
 
+def cpp_bool(x: bool) -> str:
+    return "true" if x else "false"
+
+
 def cpp_float(x: float) -> str:
     """A C++ literal with every bit of the float."""
     return f"static_cast<float>({float(x).hex()})"
@@ -84,7 +91,9 @@ def model_header(layout: Layout, limits: Limits, target: str) -> str:
     buffers against csrc/cpu/state.h."""
     spec, tp = layout.spec, layout.tp
     head = "embed" if layout.tied else "lm_head"
-    moe, dense = spec.moe, spec.dense_intermediate_size
+    moe, dense, sandwich = spec.moe, spec.dense_intermediate_size, spec.sandwich
+    swiglu = moe.swiglu if moe else None
+    moe_hidden_size = (moe and moe.hidden_size) or spec.hidden_size
     q_tiles, kv_tiles = layout.qkv_tiles()
 
     def offset(name: str) -> int:
@@ -95,12 +104,14 @@ def model_header(layout: Layout, limits: Limits, target: str) -> str:
         "vocab_size": spec.vocab_size,
         "hidden_size": spec.hidden_size,
         "num_layers": len(spec.layers),
+        "num_key_value_heads": spec.num_key_value_heads,
         "q_heads": layout.heads.q_heads,
         "kv_heads": layout.heads.kv_heads,
         "head_dim": spec.head_dim,
         "rotary_dim": 2 * len(spec.rope.inv_freq),
         "num_experts": moe.num_experts if moe else 0,
         "top_k": moe.top_k if moe else 0,
+        "moe_hidden_size": moe_hidden_size,
         "moe_intermediate_size": moe.intermediate_size if moe else 0,
         "dense_intermediate_size": dense or 0,
         "context": limits.context,
@@ -108,15 +119,29 @@ def model_header(layout: Layout, limits: Limits, target: str) -> str:
         "q_tiles": q_tiles,
         "kv_tiles": kv_tiles,
         "hidden_tiles": layout.rank_tiles(spec.hidden_size),
+        "moe_hidden_tiles": layout.rank_tiles(moe_hidden_size),
         "moe_inner_tiles": layout.rank_tiles(moe.intermediate_size) if moe else 0,
         "dense_inner_tiles": layout.rank_tiles(dense) if dense else 0,
         "vocab_tiles": layout.rank_tiles(spec.vocab_size),
     }
     flags = {
         "qk_norm": spec.qk_norm,
+        "qk_norm_weight": spec.qk_norm_weight,
+        "qk_norm_over_projection": spec.qk_norm_over == "projection",
+        "attention_sinks": spec.attention_sinks,
+        "attention_out_norm": spec.attention_out_norm,
+        "attention_gate": spec.attention_gate,
+        "embed_norm": spec.embed_norm,
+        "sandwich": sandwich is not None,
         "qkv_bias": spec.qkv_bias,
         "o_bias": spec.o_bias,
         "norm_topk_prob": bool(moe and moe.norm_topk_prob),
+        "sigmoid_scores": bool(moe and moe.scoring == "sigmoid"),
+        "router_bias": bool(moe and moe.router_bias),
+        "choice_bias": bool(moe and moe.choice_bias),
+        "expert_bias": bool(moe and moe.expert_bias),
+        "clamped_swiglu": swiglu is not None,
+        "narrow_experts": bool(moe and moe.hidden_size),
         "head_in_embedding": layout.tied,
     }
     formats = {
@@ -126,6 +151,24 @@ def model_header(layout: Layout, limits: Limits, target: str) -> str:
         "router": layout.router_format,
         "experts": layout.precision["experts"],
         "dense": layout.precision["dense"],
+    }
+    floats = {
+        "rms_norm_eps": spec.rms_norm_eps,
+        "norm_offset": 1.0 if spec.centered_norms else 0.0,  # added to the weights of some norms
+        "attention_scale": spec.qk_scale * spec.head_dim**-0.5,
+        "rope_attention_factor": spec.rope.attention_factor,
+        "router_scale": moe.router_scale if moe else 1.0,
+        "norm_topk_eps": moe.norm_topk_eps if moe else 0.0,
+        "routed_scaling_factor": moe.routed_scaling_factor if moe else 1.0,
+        "expert_norm_eps": moe.expert_norm_eps if moe else 0.0,
+        "swiglu_alpha": swiglu.alpha if swiglu else 1.0,
+        "swiglu_limit": swiglu.limit if swiglu else 0.0,
+        "swiglu_up_offset": swiglu.up_offset if swiglu else 0.0,
+        "sandwich_eps": sandwich.eps if sandwich else 0.0,
+        "gate_temperature": sandwich.gate_temperature if sandwich else 1.0,
+        "gate_floor": sandwich.gate_floor if sandwich else 0.0,
+        "logit_scale": spec.logit_scale,
+        "logit_softcap": spec.logit_softcap or 0.0,  # 0: none
     }
     offsets = {
         "embed": offset("embed"),
@@ -153,18 +196,16 @@ def model_header(layout: Layout, limits: Limits, target: str) -> str:
             "",
             "namespace mk::model {",
             *(f"inline constexpr int {k} = {v};" for k, v in ints.items()),
-            *(f"inline constexpr bool {k} = {str(v).lower()};" for k, v in flags.items()),
+            *(f"inline constexpr bool {k} = {cpp_bool(v)};" for k, v in flags.items()),
             *(f"inline constexpr Fmt fmt_{k} = Fmt::{v};" for k, v in formats.items()),
             *(f"inline constexpr uint64_t {k} = {v};" for k, v in offsets.items()),
-            f"inline constexpr float rms_norm_eps = {cpp_float(spec.rms_norm_eps)};",
-            f"inline constexpr float attention_scale = {cpp_float(spec.head_dim**-0.5)};",
-            f"inline constexpr float rope_attention_factor = {cpp_float(spec.rope.attention_factor)};",
+            *(f"inline constexpr float {k} = {cpp_float(v)};" for k, v in floats.items()),
             f"inline constexpr float inv_freq[] = {{{', '.join(map(cpp_float, spec.rope.inv_freq))}}};",
             "",
             "struct Layer {",
             f"  uint64_t {', '.join(_LAYER_FIELDS)};",
             "  int sliding_window;  // 0: none",
-            "  bool moe;",
+            "  bool moe, rope;",
             "};",
             "inline constexpr Layer layers[] = {",
             _layers(layout),

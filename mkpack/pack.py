@@ -65,6 +65,12 @@ def _tile_scales(fmt: Format, scale2: np.ndarray, piece: Piece) -> np.ndarray:
     return rows.reshape(piece.tiles, TILE_ROWS)
 
 
+def _places(piece: Piece) -> np.ndarray:
+    """Where in a vector section the rows of a piece lie: int64 [rows]."""
+    row = np.arange(piece.rows)
+    return (piece.tile + row // TILE_ROWS * piece.stride) * TILE_ROWS + row % TILE_ROWS
+
+
 class BlobWriter:
     """Writes every rank's blob in one pass over the tensors, in any order.
 
@@ -86,8 +92,7 @@ class BlobWriter:
         for section, rank, piece in self.layout.homes(tensor):
             s = self.layout.section(section)
             if s.cols == 1:
-                values = self._small[rank][section]
-                values[piece.tile * TILE_ROWS :][: piece.rows] = q.data.reshape(-1)[piece.row : piece.row + piece.rows]
+                self._small[rank][section][_places(piece)] = q.data.reshape(-1)[piece.row : piece.row + piece.rows]
             elif s.format == fmt:
                 self._put_matrix(section, rank, piece, q)
 
@@ -143,8 +148,9 @@ def unpack(layout: Layout, blobs: list[np.ndarray], shapes: Mapping[str, tuple[i
     if s.cols == 1:
         values = np.zeros(shape, np.float32)
         for section, rank, piece in layout.homes(tensor):
-            at = layout.section(section).offset + piece.tile * TILE_ROWS * 4
-            values[piece.row : piece.row + piece.rows] = blobs[rank][at : at + piece.rows * 4].view(np.float32)
+            t = layout.section(section)
+            stored = blobs[rank][t.offset : t.offset + t.nbytes].view(np.float32)
+            values[piece.row : piece.row + piece.rows] = stored[_places(piece)]
         return QTensor("f32", shape, values)
     dtype, per_block, _ = _STORED[s.format]
     blocks, size = ceil_div(shape[1], BLOCK_COLS), tile_bytes(s.format, shape[1])

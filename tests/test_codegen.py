@@ -97,11 +97,12 @@ def test_offsets_are_those_of_the_layout(layout):
     for i, row in enumerate(rows):
         values = row.split(", ")
         layer = layout.spec.layers[i]
-        assert values[-2:] == [str(layer.sliding_window or 0), str(layer.moe).lower()]
-        for field, value in zip(fields[1].split(", "), values[:-2], strict=True):
+        flags = [str(layer.moe).lower(), str(layer.rope).lower()]
+        assert values[-3:] == [str(layer.sliding_window or 0), *flags]
+        for field, value in zip(fields[1].split(", "), values[:-3], strict=True):
             name = f"layers.{i}." + (field[: -len("_scale")] + ".scale" if field.endswith("_scale") else field)
             assert int(value) == (layout.section(name).offset if name in layout else 0)
-    used = {int(v) for row in rows for v in row.split(", ")[:-2]}
+    used = {int(v) for row in rows for v in row.split(", ")[:-3]}
     used |= {int(re.search(rf"uint64_t {n} = (\d+);", text)[1]) for n in ("embed", "embed_scale", "final_norm")}
     used |= {int(re.search(rf"uint64_t {n} = (\d+);", text)[1]) for n in ("lm_head", "lm_head_scale")}
     assert {s.offset for s in layout.sections} <= used  # no section that the kernel does not know

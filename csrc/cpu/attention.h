@@ -13,16 +13,38 @@ MK_INLINE float qkv_at(const State& s, int rank, int first_tile, int row, int t)
   return s.qkv[(tile * s.step.slots + t) * 16 + row % 16];
 }
 
-// One head's vector of token t: q/k norm and rotary applied, times `scale`; out has kDim values, padding zero.
-inline void head_vector(const State& s, int rank, int first_tile, int head, int t, const float* norm, bool rotate,
-                        float scale, float* out) {
-  float v[kDim] = {};
-  for (int c = 0; c < m::head_dim; c++) v[c] = qkv_at(s, rank, first_tile, head * m::head_dim + c, t);
-  if (norm) {
-    V sum = zero();
+// One head as projected; out has kDim values, padding zero.
+inline void load_head(const State& s, int rank, int first_tile, int head, int t, float* out) {
+  for (int c = 0; c < kDim; c++) out[c] = c < m::head_dim ? qkv_at(s, rank, first_tile, head * m::head_dim + c, t) : 0;
+}
+
+// How the heads of q or of k are normed. weight: of this head, null for none. inverse: per token, 1 / RMS of all heads
+// together, null where each head is normed by itself.
+struct HeadNorm {
+  const float* weight;
+  const float* inverse;
+};
+
+// 1 / RMS of token t's q or k over all `heads`, `rank_heads` a rank. A head that several ranks hold counts once.
+inline float projection_inverse(const State& s, int first_tile, int heads, int rank_heads, int t) {
+  const int replicas = m::ranks * rank_heads / heads;
+  alignas(64) float v[kDim];
+  V sum = zero();
+  for (int h = 0; h < heads; h++) {
+    load_head(s, h * replicas / rank_heads, first_tile, h * replicas % rank_heads, t, v);
     for (int b = 0; b < kDimBlocks; b++) sum = fma(load(v + b * 16), load(v + b * 16), sum);
-    const float r = 1.0f / std::sqrt(hsum(sum) / static_cast<float>(m::head_dim) + m::rms_norm_eps);
-    for (int c = 0; c < m::head_dim; c++) v[c] = v[c] * r * norm[c];
+  }
+  return 1.0f / std::sqrt(hsum(sum) / static_cast<float>(heads * m::head_dim) + m::rms_norm_eps);
+}
+
+// One head's vector of token t: q/k norm and rotary applied, times `scale`; out has kDim values, padding zero.
+inline void head_vector(const State& s, int rank, int first_tile, int head, int t, HeadNorm norm, bool rotate,
+                        float scale, float* out) {
+  alignas(64) float v[kDim];
+  load_head(s, rank, first_tile, head, t, v);
+  if (m::qk_norm) {
+    const float r = norm.inverse ? norm.inverse[t] : inverse_rms(v, nullptr, kDimBlocks, 16, m::head_dim, m::rms_norm_eps);
+    for (int c = 0; c < m::head_dim; c++) v[c] = norm.weight ? v[c] * r * norm.weight[c] : v[c] * r;
   }
   for (int c = 0; c < kDim; c++) out[c] = v[c] * scale;
   if (!rotate) return;
@@ -75,21 +97,32 @@ inline float* partial_of(State& s, int t, int head, int chunk) {
 }
 
 // Brings a head's chunks together, in position order, and writes it where the output projection reads.
-inline void combine_chunks(State& s, int head, int t, int first, int last) {
-  float top = -INFINITY;
+inline void combine_chunks(State& s, int layer, int head, int t, int first, int last) {
+  const float* sinks = s.at<float>(0, m::layers[layer].sinks);
+  float top = m::attention_sinks ? sinks[head] : -INFINITY;
   for (int c = first; c < last; c++) top = std::max(top, partial_of(s, t, head, c)[kDim]);
   V sum[kDimBlocks];
   for (auto& v : sum) v = zero();
-  float total = 0;
+  alignas(64) float w[16] = {};
+  if (m::attention_sinks) store(w, vexp(set1(sinks[head] - top)));  // a sink takes its share and has no value
+  float total = w[0];
   for (int c = first; c < last; c++) {
     const float* p = partial_of(s, t, head, c);
-    alignas(64) float w[16];
     store(w, vexp(set1(p[kDim] - top)));
     total = std::fma(w[0], p[kDim + 1], total);
     for (int d = 0; d < kDimBlocks; d++) sum[d] = fma(set1(w[0]), load(p + d * 16), sum[d]);
   }
   alignas(64) float out[kDim];
   for (int d = 0; d < kDimBlocks; d++) store(out + d * 16, sum[d] / set1(total));
+  if (m::attention_out_norm) {
+    const V r = set1(inverse_rms(out, nullptr, kDimBlocks, 16, m::head_dim, m::rms_norm_eps));
+    for (int d = 0; d < kDimBlocks; d++) store(out + d * 16, load(out + d * 16) * r);
+  }
+  if (m::attention_gate) {
+    alignas(64) float gate[kDim];
+    load_head(s, head / m::q_heads, kGateTile, head % m::q_heads, t, gate);
+    for (int d = 0; d < kDimBlocks; d++) store(out + d * 16, load(out + d * 16) * sigmoid(load(gate + d * 16)));
+  }
   for (int c = 0; c < m::head_dim; c++) {
     const int channel = head * m::head_dim + c;
     s.attention[(channel / 16 * s.step.slots + t) * 16 + channel % 16] = out[c];
@@ -100,19 +133,24 @@ inline void combine_chunks(State& s, int head, int t, int first, int last) {
     for (int c = used; c < 16; c++) s.attention[((kQBlocks - 1) * s.step.slots + t) * 16 + c] = 0;
 }
 
-inline void attention_item(State& s, int layer, int kv_head, int chunk, Local& local) {
+// q_inverse, k_inverse: of every token, where norms span the projection, else null.
+inline void attention_item(State& s, int layer, int kv_head, int chunk, const float* q_inverse, const float* k_inverse,
+                           Local& local) {
   const m::Layer& l = m::layers[layer];
   const Step& step = s.step;
   const int rank = kv_head / m::kv_heads, local_kv = kv_head % m::kv_heads;
   const int begin = chunk * kChunk, end = std::min(begin + kChunk, step.start + step.count);
   float* keys = s.key_cache(layer, kv_head);
   float* values = s.value_cache(layer, kv_head);
-  const float* q_norm = m::qk_norm ? s.at<float>(0, l.q_norm) : nullptr;
-  const float* k_norm = m::qk_norm ? s.at<float>(0, l.k_norm) : nullptr;
+  // Weights of head h begin at `dim` * h.
+  constexpr int dim = m::qk_norm_over_projection ? m::head_dim : 0;
+  const float* q_norm = m::qk_norm && m::qk_norm_weight ? s.at<float>(0, l.q_norm) : nullptr;
+  const float* k_norm = m::qk_norm && m::qk_norm_weight ? s.at<float>(0, l.k_norm) : nullptr;
+  if (k_norm) k_norm += kv_head * m::num_key_value_heads / kKvHeads * dim;
   alignas(64) float key[kDim];
   for (int p = std::max(begin, step.start); p < end; p++) {
     const int t = p - step.start;
-    head_vector(s, rank, m::q_tiles, local_kv, t, k_norm, true, 1.0f, key);
+    head_vector(s, rank, m::q_tiles, local_kv, t, {k_norm, k_inverse}, l.rope, 1.0f, key);
     for (int c = 0; c < m::head_dim; c++) {
       keys[(int64_t{p / 16} * kDim + c) * 16 + p % 16] = key[c];
       values[int64_t{p} * kDim + c] = qkv_at(s, rank, m::q_tiles + m::kv_tiles, local_kv * m::head_dim + c, t);
@@ -124,7 +162,8 @@ inline void attention_item(State& s, int layer, int kv_head, int chunk, Local& l
     for (int g = 0; g < kGroupHeads && from < to; g++) {
       const int q_head = local_kv * kGroupHeads + g;
       float* q = local.q.data();
-      head_vector(s, rank, 0, q_head, t, q_norm, true, m::attention_scale, q);
+      const float* weight = q_norm ? q_norm + (rank * m::q_heads + q_head) * dim : nullptr;
+      head_vector(s, rank, 0, q_head, t, {weight, q_inverse}, l.rope, m::attention_scale, q);
       attend_chunk(keys, values, q, from, to, local.scores.data(), partial_of(s, t, rank * m::q_heads + q_head, chunk));
     }
   }
@@ -135,10 +174,16 @@ inline void attention_phase(State& s, int layer, int tid) {
   const int window = m::layers[layer].sliding_window;
   const int first = first_visible(step.start, window) / kChunk;
   const int last = static_cast<int>(ceil_div(step.start + step.count, kChunk));
+  constexpr bool together = m::qk_norm && m::qk_norm_over_projection;
+  float q_inverse[kMaxTokens], k_inverse[kMaxTokens];
+  for (int t = 0; together && t < step.count; t++) {
+    q_inverse[t] = projection_inverse(s, 0, kHeads, m::q_heads, t);
+    k_inverse[t] = projection_inverse(s, m::q_tiles, m::num_key_value_heads, m::kv_heads, t);
+  }
   const auto [lo, hi] = share(int64_t{kKvHeads} * (last - first), tid, s.team.size());
   for (int64_t i = lo; i < hi; i++) {
     const int kv_head = static_cast<int>(i / (last - first)), chunk = first + static_cast<int>(i % (last - first));
-    attention_item(s, layer, kv_head, chunk, s.locals[tid]);
+    attention_item(s, layer, kv_head, chunk, together ? q_inverse : nullptr, together ? k_inverse : nullptr, s.locals[tid]);
     // Whoever finishes a KV head's last item combines its heads.
     auto& done = s.heads_done[kv_head].done;
     if (done.fetch_add(1, std::memory_order_acq_rel) != last - first - 1) continue;
@@ -147,7 +192,7 @@ inline void attention_phase(State& s, int layer, int tid) {
     for (int t = 0; t < step.count; t++) {
       const int position = step.start + t;
       for (int g = 0; g < kGroupHeads; g++)
-        combine_chunks(s, q0 + g, t, first_visible(position, window) / kChunk, position / kChunk + 1);
+        combine_chunks(s, layer, q0 + g, t, first_visible(position, window) / kChunk, position / kChunk + 1);
     }
   }
 }

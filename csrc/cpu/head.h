@@ -4,6 +4,16 @@
 
 namespace mk {
 
+// softcap * tanh(logits * scale / softcap). Taken in double, so that the bits are those of no library in particular.
+MK_INLINE V cap_logits(V v) {
+  if (m::logit_scale != 1.0f) v = v * set1(m::logit_scale);
+  if (m::logit_softcap == 0.0f) return v;
+  alignas(64) float x[16];
+  store(x, v / set1(m::logit_softcap));
+  for (float& y : x) y = static_cast<float>(std::tanh(static_cast<double>(y)));
+  return load(x) * set1(m::logit_softcap);
+}
+
 // logits[i][vocab] of the last step.logits tokens, and each thread's best token per row (ties to the lowest id).
 inline void head_phase(State& s, int tid) {
   const Step& step = s.step;
@@ -14,7 +24,7 @@ inline void head_phase(State& s, int tid) {
       const int t = std::min(skip + j, step.count - 1);
       store(local.gathered.data() + (b * n + j) * 16, load(s.x.data() + (b * step.slots + t) * 16));
     }
-  rms_norm(local.gathered.data(), s.at<float>(0, m::final_norm), kHiddenBlocks, m::hidden_size, n, local.normed.data());
+  rms_norm(local.gathered.data(), s.at<float>(0, m::final_norm), 0, kHiddenBlocks, m::hidden_size, n, local.normed.data());
   for (int j = 0; j < step.logits; j++) {
     local.best_value[j] = -INFINITY;
     local.best_token[j] = m::vocab_size;
@@ -28,7 +38,7 @@ inline void head_phase(State& s, int tid) {
       const V scale = tile_scale<m::fmt_head>(s.at<float>(rank, m::lm_head_scale), tile + i);
       const int token = (at + i) * 16, rows = std::min(m::vocab_size - token, 16);
       for (int j = 0; j < step.logits; j++) {
-        const V v = load(sums + j * 16) * scale;
+        const V v = cap_logits(load(sums + j * 16) * scale);
         float* row = s.logits.data() + int64_t{j} * kVocabTiles * 16 + token;
         store(row, v);
         if (hmax(keep_lanes(v, 0, rows, -INFINITY)) <= local.best_value[j]) continue;

@@ -6,24 +6,34 @@ namespace mk {
 
 // Leaves norm(x) in this thread's scratch, for the router and for gate/up.
 inline void mlp_norm(State& s, int layer, int tid) {
-  rms_norm(s.x.data(), s.at<float>(0, m::layers[layer].mlp_norm), kHiddenBlocks, m::hidden_size, s.step.slots,
-           s.locals[tid].normed.data());
+  rms_norm(s.x.data(), s.at<float>(0, m::layers[layer].mlp_norm), m::norm_offset, kHiddenBlocks, m::hidden_size,
+           s.step.slots, s.locals[tid].normed.data());
 }
 
-// router[tile][slot][16] = logits of 16 experts
+// Taken in double and rounded once: the float32 nearest to the true value, whatever the machine.
+inline float exact_sigmoid(float x) { return static_cast<float>(1.0 / (1.0 + std::exp(-static_cast<double>(x)))); }
+
+// router[tile][slot][16] = logits of 16 experts, or their sigmoids
 inline void router_phase(State& s, int layer, int tid) {
   const int slots = s.step.slots;
   const auto [lo, hi] = share(ceil_div(kExperts, 16), tid, s.team.size());
   for (int64_t tile = lo; tile < hi; tile++) {
     constexpr int64_t size = tile_bytes(m::fmt_router, kHiddenBlocks);
     const uint8_t* w = s.at<uint8_t>(0, m::layers[layer].router) + tile * size;
-    tile_dot<m::fmt_router>(slots, w, kHiddenBlocks, s.locals[tid].normed.data(), s.router.data() + tile * slots * 16);
+    float* out = s.router.data() + tile * slots * 16;
+    tile_dot<m::fmt_router>(slots, w, kHiddenBlocks, s.locals[tid].normed.data(), out);
+    for (int t = 0; t < slots; t++) {
+      V v = load(out + t * 16);
+      if (m::router_bias) v = v + load(s.at<float>(0, m::layers[layer].router_bias) + tile * 16);
+      store(out + t * 16, m::router_scale == 1.0f ? v : v * set1(m::router_scale));
+      if (m::sigmoid_scores)
+        for (int r = 0; r < 16; r++) out[t * 16 + r] = exact_sigmoid(out[t * 16 + r]);
+    }
   }
 }
 
-// The top_k experts of a token and their weights: softmax over all experts, ties to the lowest index.
-inline void choose_experts(const State& s, int t, int* experts, float* weights) {
-  alignas(64) float logit[align_up(kExperts, 16)], p[align_up(kExperts, 16)];
+// Softmax over all experts of a token's logits.
+inline void softmax_scores(const State& s, int t, float* logit, float* p) {
   constexpr int tiles = static_cast<int>(ceil_div(kExperts, 16));
   V highest = set1(-INFINITY);
   for (int b = 0; b < tiles; b++) {
@@ -38,31 +48,49 @@ inline void choose_experts(const State& s, int t, int* experts, float* weights) 
     store(p + b * 16, e);
     sum = sum + e;
   }
-  const float total = hsum(sum);
-  float chosen = 0;
+  const V total = set1(hsum(sum));
+  for (int b = 0; b < tiles; b++) store(p + b * 16, load(p + b * 16) / total);
+}
+
+// The top_k experts of a token and their weights; ties to the lowest index. All in float32, one rounding an operation.
+inline void choose_experts(const State& s, int layer, int t, int* experts, float* weights) {
+  // Of softmax scores the logits decide: they are as ordered, and do not become equal by rounding.
+  alignas(64) float choice[align_up(kExperts, 16)], score[align_up(kExperts, 16)];
+  if constexpr (m::sigmoid_scores) {
+    for (int e = 0; e < kExperts; e++) choice[e] = score[e] = s.router[(e / 16 * s.step.slots + t) * 16 + e % 16];
+  } else {
+    softmax_scores(s, t, choice, score);
+  }
+  if constexpr (m::choice_bias) {
+    const float* bias = s.at<float>(0, m::layers[layer].choice_bias);
+    for (int e = 0; e < kExperts; e++) choice[e] = score[e] + bias[e];
+  }
+  float sum = 0;
   bool taken[kExperts] = {};
   for (int k = 0; k < m::top_k; k++) {
     // Every choice is another expert, whatever the logits: an infinite or NaN one may be all that is left.
     int best = -1;
     for (int e = 0; e < kExperts; e++)
-      if (!taken[e] && (best < 0 || logit[e] > logit[best])) best = e;
+      if (!taken[e] && (best < 0 || choice[e] > choice[best])) best = e;
     taken[best] = true;
     experts[k] = best;
-    weights[k] = p[best] / total;
-    chosen += weights[k];
+    weights[k] = score[best];
+    sum += weights[k];
   }
-  if (m::norm_topk_prob)
-    for (int k = 0; k < m::top_k; k++) weights[k] /= chosen;
+  for (int k = 0; k < m::top_k; k++) {
+    if (m::norm_topk_prob) weights[k] /= sum + m::norm_topk_eps;
+    weights[k] *= m::routed_scaling_factor;
+  }
 }
 
 // Every thread makes the same list of active experts, ascending, each with its tokens, ascending.
-inline void route(const State& s, Local& local) {
+inline void route(const State& s, int layer, Local& local) {
   int experts[kMaxTokens][std::max(m::top_k, 1)];
   float weights[kMaxTokens][std::max(m::top_k, 1)];
   int slot_of[kExperts];
   std::fill(slot_of, slot_of + kExperts, -1);
   for (int t = 0; t < s.step.count; t++) {
-    choose_experts(s, t, experts[t], weights[t]);
+    choose_experts(s, layer, t, experts[t], weights[t]);
     for (int k = 0; k < m::top_k; k++) slot_of[experts[t][k]] = 0;
   }
   local.active.clear();
@@ -87,17 +115,41 @@ inline void route_dense(const State& s, Local& local) {
   }
 }
 
-MK_INLINE V silu(V g) { return g / (set1(1.0f) + vexp(zero() - g)); }
+// silu(gate) * up, or the clamped kind where experts have that; a dense layer never does.
+template <bool Clamped>
+MK_INLINE V swiglu(V g, V u) {
+  if constexpr (!Clamped) return g / (set1(1.0f) + vexp(zero() - g)) * u;
+  g = vmin(g, set1(m::swiglu_limit));
+  u = vmax(vmin(u, set1(m::swiglu_limit)), set1(-m::swiglu_limit)) + set1(m::swiglu_up_offset);
+  return g * sigmoid(g * set1(m::swiglu_alpha)) * u;
+}
 
-// inner[active expert][block][its tokens][16] = silu(gate) * up. The 16 rows of a tile are the block of 16 columns that
-// the down projection reads.
-template <Fmt F, int Size, int RankTiles>
+// narrow[block][slot][16] = W * norm(x): the experts' input, not normed yet.
+inline void pre_proj_phase(State& s, int layer, int tid) {
+  const m::Layer& l = m::layers[layer];
+  const int slots = s.step.slots;
+  product<m::fmt_dense, kHiddenBlocks>(
+      s, l.pre_proj, l.pre_proj_scale, m::moe_hidden_tiles, kNarrowBlocks, s.locals[tid].normed.data(), tid,
+      [&](int, int, int at, const float* sums, V scale) {
+        for (int t = 0; t < slots; t++) store(s.narrow.data() + (at * slots + t) * 16, load(sums + t * 16) * scale);
+      });
+}
+
+// Leaves the normed input of narrow experts in this thread's scratch.
+inline void pre_norm(State& s, int layer, int tid) {
+  rms_norm(s.narrow.data(), s.at<float>(0, m::layers[layer].pre_norm), m::norm_offset, kNarrowBlocks, m::moe_hidden_size,
+           s.step.slots, s.locals[tid].normed.data());
+}
+
+// inner[active expert][block][its tokens][16] = swiglu(gate, up). The 16 rows of a tile are the block of 16 columns that
+// the down projection reads. Blocks: of the input, in `normed`. Experts: whether these are, and not a dense layer.
+template <Fmt F, int Blocks, int Size, int RankTiles, bool Experts>
 inline void gate_up_phase(State& s, int layer, int tid) {
   const m::Layer& l = m::layers[layer];
   Local& local = s.locals[tid];
   const int slots = s.step.slots;
   constexpr int tiles = static_cast<int>(ceil_div(Size, 16));
-  constexpr int64_t size = tile_bytes(F, kHiddenBlocks);
+  constexpr int64_t size = tile_bytes(F, Blocks);
   alignas(64) float gate[kMaxSlots * 16];
   const auto [lo, hi] = share(static_cast<int64_t>(local.active.size()) * tiles, tid, s.team.size());
   for (int64_t at = lo; at < hi;) {
@@ -110,20 +162,21 @@ inline void gate_up_phase(State& s, int layer, int tid) {
     const float* x = local.normed.data();
     if (a.count != s.step.count) {
       x = local.gathered.data();
-      for (int b = 0; b < kHiddenBlocks; b++)
+      for (int b = 0; b < Blocks; b++)
         for (int j = 0; j < a.count; j++)
           store(local.gathered.data() + (b * n + j) * 16, load(local.normed.data() + (b * slots + a.token[j]) * 16));
     }
     const int64_t pair = 2 * (int64_t{a.expert} * RankTiles + first);
     const float* scales = s.at<float>(rank, l.gate_up_scale);
     float* inner = s.inner.data() + (int64_t{which} * kInnerBlocks * kMaxSlots + block * n) * 16;
-    tile_run<F>(n, s.at<uint8_t>(rank, l.gate_up) + pair * size, 2 * count, kHiddenBlocks, x, [&](int i, const float* sums) {
+    tile_run<F>(n, s.at<uint8_t>(rank, l.gate_up) + pair * size, 2 * count, Blocks, x, [&](int i, const float* sums) {
       const V scale = tile_scale<F>(scales, pair + i);
       float* out = inner + i / 2 * n * 16;
       for (int t = 0; t < n; t++) {
-        const V v = load(sums + t * 16) * scale;
+        V v = load(sums + t * 16) * scale;
+        if (Experts && m::expert_bias) v = v + load(s.at<float>(rank, l.gate_up_bias) + (pair + i) * 16);
         if (i % 2 == 0) store(gate + t * 16, v);
-        else store(out + t * 16, silu(load(gate + t * 16)) * v);
+        else store(out + t * 16, swiglu<Experts && m::clamped_swiglu>(load(gate + t * 16), v));
       }
     });
     at += count;
@@ -132,7 +185,7 @@ inline void gate_up_phase(State& s, int layer, int tid) {
 
 // x += sum over active experts, in ascending order, of weight * (W_down * inner). Expert by expert, so that each thread
 // reads one contiguous run of every expert.
-template <Fmt F, int Size>
+template <Fmt F, int Size, bool Experts>
 inline void down_phase(State& s, int layer, int tid) {
   const m::Layer& l = m::layers[layer];
   Local& local = s.locals[tid];
@@ -153,13 +206,70 @@ inline void down_phase(State& s, int layer, int tid) {
         const V scale = tile_scale<F>(s.at<float>(rank, l.down_scale), tile + i);
         for (int j = 0; j < a.count; j++) {
           float* y = local.down.data() + ((block + i - mine) * slots + a.token[j]) * 16;
-          store(y, fma(load(sums + j * 16) * scale, set1(a.weight[j]), load(y)));
+          V v = load(sums + j * 16) * scale;
+          if (Experts && m::expert_bias) v = v + load(s.at<float>(rank, l.down_bias) + (tile + i) * 16);
+          store(y, fma(v, set1(a.weight[j]), load(y)));
         }
       });
     });
   }
-  float* x = s.x.data() + int64_t{mine} * slots * 16;
-  for (int64_t i = 0; i < (hi - lo) * slots; i++) store(x + i * 16, load(x + i * 16) + load(local.down.data() + i * 16));
+  for (int i = 0; i < static_cast<int>(hi - lo) * slots; i++)
+    add_to_x(s, (mine * slots + i) * 16, load(local.down.data() + i * 16));
+}
+
+inline float* expert_out(const State& s, size_t which) {
+  return s.expert_out.data() + static_cast<int64_t>(which) * kNarrowBlocks * kMaxSlots * 16;
+}
+
+// expert_out[active expert][block][its tokens][16] = W_down * inner, of narrow experts: their norm needs all channels.
+template <Fmt F, int Size>
+inline void narrow_down_phase(State& s, int layer, int tid) {
+  const m::Layer& l = m::layers[layer];
+  Local& local = s.locals[tid];
+  constexpr int blocks = static_cast<int>(ceil_div(Size, 16));
+  constexpr int64_t size = tile_bytes(F, blocks);
+  for (size_t which = 0; which < local.active.size(); which++) {
+    const Active& a = local.active[which];
+    const int n = round_tokens(a.count);
+    const float* inner = s.inner.data() + static_cast<int64_t>(which) * kInnerBlocks * kMaxSlots * 16;
+    for_split_runs(m::moe_hidden_tiles, kNarrowBlocks, tid, s.team.size(), [&](int rank, int first, int count, int block) {
+      const int64_t tile = int64_t{a.expert} * m::moe_hidden_tiles + first;
+      tile_run<F>(n, s.at<uint8_t>(rank, l.down) + tile * size, count, blocks, inner, [&](int i, const float* sums) {
+        const V scale = tile_scale<F>(s.at<float>(rank, l.down_scale), tile + i);
+        const V bias = m::expert_bias ? load(s.at<float>(rank, l.down_bias) + (tile + i) * 16) : zero();
+        for (int j = 0; j < n; j++)
+          store(expert_out(s, which) + ((block + i) * n + j) * 16, load(sums + j * 16) * scale + bias);
+      });
+    });
+  }
+}
+
+// x += W * (sum over active experts, in ascending order, of weight * norm(expert_out * (1 + expert_norm))).
+inline void post_proj_phase(State& s, int layer, int tid) {
+  const m::Layer& l = m::layers[layer];
+  Local& local = s.locals[tid];
+  const int slots = s.step.slots;
+  const float* weight = s.at<float>(0, l.expert_norm);
+  float* sum = local.normed.data();
+  for (int i = 0; i < kNarrowBlocks * slots; i++) store(sum + i * 16, zero());
+  for (size_t which = 0; which < local.active.size(); which++) {
+    const Active& a = local.active[which];
+    const int n = round_tokens(a.count);
+    for (int j = 0; j < a.count; j++) {
+      const float* y = expert_out(s, which) + j * 16;
+      const float r = inverse_rms(y, weight, kNarrowBlocks, n * 16, m::moe_hidden_size, m::expert_norm_eps);
+      for (int b = 0; b < kNarrowBlocks; b++) {
+        float* to = sum + (b * slots + a.token[j]) * 16;
+        const V normed = load(y + b * n * 16) * norm_weight(weight, 1.0f, b) * set1(r);
+        store(to, fma(normed, set1(a.weight[j]), load(to)));
+      }
+    }
+  }
+  product<m::fmt_dense, kNarrowBlocks>(
+      s, l.post_proj, l.post_proj_scale, m::hidden_tiles, kHiddenBlocks, sum, tid,
+      [&](int, int, int at, const float* sums, V scale) {
+        for (int t = 0; t < slots; t++) add_to_x(s, (at * slots + t) * 16, load(sums + t * 16) * scale);
+      });
 }
 
 }  // namespace mk

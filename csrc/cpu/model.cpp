@@ -16,27 +16,40 @@ inline void run_phase(State& s, m::Phase phase, int layer, int tid) {
     case m::Phase::qkv: return qkv_phase(s, layer, tid);
     case m::Phase::attention: return attention_phase(s, layer, tid);
     case m::Phase::output: return output_phase(s, layer, tid);
+    case m::Phase::attn_residual: return residual_phase(s, m::layers[layer].attn_residual_gate, nullptr, tid);
+    case m::Phase::mlp_residual: {
+      const float* weight = s.at<float>(0, m::layers[layer].mlp_out_norm);
+      return residual_phase(s, m::layers[layer].mlp_residual_gate, weight, tid);
+    }
     case m::Phase::router:
       mlp_norm(s, layer, tid);
       if constexpr (m::num_experts > 0) router_phase(s, layer, tid);
       return;
+    case m::Phase::pre_proj:
+      if constexpr (m::narrow_experts) pre_proj_phase(s, layer, tid);
+      return;
+    case m::Phase::post_proj:
+      if constexpr (m::narrow_experts) post_proj_phase(s, layer, tid);
+      return;
     case m::Phase::gate_up:
       if (m::layers[layer].moe) {
         if constexpr (m::num_experts > 0) {
-          route(s, local);
-          gate_up_phase<m::fmt_experts, m::moe_intermediate_size, m::moe_inner_tiles>(s, layer, tid);
+          route(s, layer, local);
+          if constexpr (m::narrow_experts) pre_norm(s, layer, tid);
+          gate_up_phase<m::fmt_experts, kNarrowBlocks, m::moe_intermediate_size, m::moe_inner_tiles, true>(s, layer, tid);
         }
       } else if constexpr (m::dense_intermediate_size > 0) {
         mlp_norm(s, layer, tid);
         route_dense(s, local);
-        gate_up_phase<m::fmt_dense, m::dense_intermediate_size, m::dense_inner_tiles>(s, layer, tid);
+        gate_up_phase<m::fmt_dense, kHiddenBlocks, m::dense_intermediate_size, m::dense_inner_tiles, false>(s, layer, tid);
       }
       return;
     case m::Phase::down:
       if (m::layers[layer].moe) {
-        if constexpr (m::num_experts > 0) down_phase<m::fmt_experts, m::moe_intermediate_size>(s, layer, tid);
+        if constexpr (m::narrow_experts) narrow_down_phase<m::fmt_experts, m::moe_intermediate_size>(s, layer, tid);
+        else if constexpr (m::num_experts > 0) down_phase<m::fmt_experts, m::moe_intermediate_size, true>(s, layer, tid);
       } else if constexpr (m::dense_intermediate_size > 0) {
-        down_phase<m::fmt_dense, m::dense_intermediate_size>(s, layer, tid);
+        down_phase<m::fmt_dense, m::dense_intermediate_size, false>(s, layer, tid);
       }
       return;
     case m::Phase::head: return head_phase(s, tid);

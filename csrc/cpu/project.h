@@ -16,40 +16,50 @@ inline void for_split_runs(int rank_tiles, int tiles, int tid, int threads, Use 
   }
 }
 
+// This thread's share of a product with all token slots. done(rank, tile of that rank, tile of all, sums, row scales) gets
+// each tile's result.
+template <Fmt F, int Blocks, class Done>
+inline void product(State& s, uint64_t matrix, uint64_t scales, int rank_tiles, int tiles, const float* x, int tid, Done done) {
+  constexpr int64_t size = tile_bytes(F, Blocks);
+  for_split_runs(rank_tiles, tiles, tid, s.team.size(), [&](int rank, int first, int count, int at) {
+    const uint8_t* w = s.at<uint8_t>(rank, matrix) + first * size;
+    tile_run<F>(s.step.slots, w, count, Blocks, x, [&](int i, const float* sums) {
+      done(rank, first + i, at + i, sums, tile_scale<F>(s.at<float>(rank, scales), first + i));
+    });
+  });
+}
+
 // qkv[rank][tile][slot][16] = W * norm(x) (+ bias)
 inline void qkv_phase(State& s, int layer, int tid) {
   const m::Layer& l = m::layers[layer];
   const int slots = s.step.slots;
   float* normed = s.locals[tid].normed.data();
-  rms_norm(s.x.data(), s.at<float>(0, l.attn_norm), kHiddenBlocks, m::hidden_size, slots, normed);
-  constexpr int64_t size = tile_bytes(m::fmt_attention, kHiddenBlocks);
-  for_split_runs(kQkvTiles, m::ranks * kQkvTiles, tid, s.team.size(), [&](int rank, int first, int count, int at) {
-    const uint8_t* w = s.at<uint8_t>(rank, l.qkv) + first * size;
-    tile_run<m::fmt_attention>(slots, w, count, kHiddenBlocks, normed, [&](int i, const float* sums) {
-      const V scale = tile_scale<m::fmt_attention>(s.at<float>(rank, l.qkv_scale), first + i);
-      const V bias = m::qkv_bias ? load(s.at<float>(rank, l.qkv_bias) + (first + i) * 16) : zero();
-      float* out = s.qkv.data() + int64_t{at + i} * slots * 16;
-      for (int t = 0; t < slots; t++) store(out + t * 16, fma(load(sums + t * 16), scale, bias));
-    });
-  });
+  rms_norm(s.x.data(), s.at<float>(0, l.attn_norm), m::norm_offset, kHiddenBlocks, m::hidden_size, slots, normed);
+  product<m::fmt_attention, kHiddenBlocks>(
+      s, l.qkv, l.qkv_scale, kQkvTiles, m::ranks * kQkvTiles, normed, tid,
+      [&](int rank, int tile, int at, const float* sums, V scale) {
+        const V bias = m::qkv_bias ? load(s.at<float>(rank, l.qkv_bias) + tile * 16) : zero();
+        float* out = s.qkv.data() + int64_t{at} * slots * 16;
+        for (int t = 0; t < slots; t++) store(out + t * 16, fma(load(sums + t * 16), scale, bias));
+      });
+}
+
+// x += v, or what a residual phase will bring to x.
+MK_INLINE void add_to_x(State& s, int at, V v) {
+  if constexpr (m::sandwich) store(s.branch.data() + at, v);
+  else store(s.x.data() + at, load(s.x.data() + at) + v);
 }
 
 // x += W * attention (+ bias)
 inline void output_phase(State& s, int layer, int tid) {
   const m::Layer& l = m::layers[layer];
   const int slots = s.step.slots;
-  constexpr int64_t size = tile_bytes(m::fmt_attention, kQBlocks);
-  for_split_runs(m::hidden_tiles, kHiddenBlocks, tid, s.team.size(), [&](int rank, int first, int count, int at) {
-    const uint8_t* w = s.at<uint8_t>(rank, l.o) + first * size;
-    tile_run<m::fmt_attention>(slots, w, count, kQBlocks, s.attention.data(), [&](int i, const float* sums) {
-      const V scale = tile_scale<m::fmt_attention>(s.at<float>(rank, l.o_scale), first + i);
-      const V bias = m::o_bias ? load(s.at<float>(0, l.o_bias) + (at + i) * 16) : zero();
-      for (int t = 0; t < slots; t++) {
-        float* x = s.x.data() + ((at + i) * slots + t) * 16;
-        store(x, load(x) + fma(load(sums + t * 16), scale, bias));
-      }
-    });
-  });
+  product<m::fmt_attention, kQBlocks>(
+      s, l.o, l.o_scale, m::hidden_tiles, kHiddenBlocks, s.attention.data(), tid,
+      [&](int, int, int at, const float* sums, V scale) {
+        const V bias = m::o_bias ? load(s.at<float>(0, l.o_bias) + at * 16) : zero();
+        for (int t = 0; t < slots; t++) add_to_x(s, (at * slots + t) * 16, fma(load(sums + t * 16), scale, bias));
+      });
 }
 
 }  // namespace mk

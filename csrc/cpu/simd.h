@@ -107,6 +107,14 @@ MK_INLINE float hmax(V x) {
   return _mm_cvtss_f32(_mm_max_ss(q, _mm_movehdup_ps(q)));
 }
 
+MK_INLINE V vsqrt(V x) {
+#if defined(__AVX512F__)
+  return V{_mm512_sqrt_ps(x.v)};
+#else
+  return V{_mm256_sqrt_ps(x.a), _mm256_sqrt_ps(x.b)};
+#endif
+}
+
 // exp to about 1 ulp: 2^n * exp(r), |r| <= ln2/2, Taylor to r^7. Underflows to 0 below -87; callers never pass above 88.
 MK_INLINE V vexp(V x) {
   V low = set1(-87.0f);
@@ -130,5 +138,7 @@ MK_INLINE V vexp(V x) {
            _mm256_and_ps(y.b, _mm256_cmp_ps(x.b, low.b, _CMP_GE_OQ))};
 #endif
 }
+
+MK_INLINE V sigmoid(V x) { return set1(1.0f) / (set1(1.0f) + vexp(zero() - x)); }
 
 }  // namespace mk

@@ -61,7 +61,10 @@ constexpr int kHiddenBlocks = static_cast<int>(ceil_div(m::hidden_size, 16));
 constexpr int kQBlocks = static_cast<int>(ceil_div(m::q_heads * m::ranks * m::head_dim, 16));
 constexpr int kInner = std::max(m::moe_intermediate_size, m::dense_intermediate_size);
 constexpr int kInnerBlocks = static_cast<int>(ceil_div(kInner, 16));
-constexpr int kQkvTiles = m::q_tiles + 2 * m::kv_tiles;
+constexpr int kNarrowBlocks = static_cast<int>(ceil_div(m::moe_hidden_size, 16));  // the experts' width
+constexpr int kWideBlocks = std::max(kHiddenBlocks, kNarrowBlocks);
+constexpr int kGateTile = m::q_tiles + 2 * m::kv_tiles;  // of a rank's part of qkv: the attention gate's, where there is one
+constexpr int kQkvTiles = kGateTile + (m::attention_gate ? m::q_tiles : 0);
 constexpr int kExperts = std::max(m::num_experts, 1);
 constexpr int kMaxTokens = m::tokens_per_step;
 constexpr int kMaxSlots = round_tokens(kMaxTokens);
@@ -82,7 +85,11 @@ constexpr int64_t cache_elements(int context) {
 constexpr int64_t partial_elements(int context) {
   return int64_t{kMaxTokens} * kHeads * ceil_div(context, kChunk) * (kDim + 16);
 }
-constexpr int64_t down_elements(int threads) { return (ceil_div(kHiddenBlocks, threads) + 1) * kMaxSlots * 16; }
+// Narrow experts are not summed where they are computed; dense layers are.
+constexpr bool kSumsDown = !m::narrow_experts || m::dense_intermediate_size > 0;
+constexpr int64_t down_elements(int threads) {
+  return kSumsDown ? (ceil_div(kHiddenBlocks, threads) + 1) * kMaxSlots * 16 : 0;
+}
 static_assert(cache_elements(m::context) == m::buffer_keys && m::buffer_keys == m::buffer_values);
 static_assert(partial_elements(m::context) == m::buffer_partial);
 static_assert(down_elements(1) == m::buffer_down_sum);
@@ -98,8 +105,8 @@ struct Active {
 
 // A thread's own scratch.
 struct Local {
-  Fixed<float, kActivations, m::buffer_normed> normed;
-  Fixed<float, kActivations, m::buffer_gathered> gathered;
+  Fixed<float, int64_t{kWideBlocks} * kMaxSlots * 16, m::buffer_normed> normed;
+  Fixed<float, int64_t{kWideBlocks} * kMaxSlots * 16, m::buffer_gathered> gathered;
   Buffer<float> down;  // [tiles of this thread][slots][16]
   Fixed<float, kMaxTokens * kGroupHeads * kDim, m::buffer_query> q;
   Fixed<float, kChunk, m::buffer_scores> scores;
@@ -158,8 +165,11 @@ struct State {
   Fixed<float, kActivations, m::buffer_x> x;
   Fixed<float, int64_t{m::ranks} * kQkvTiles * kMaxSlots * 16, m::buffer_qkv> qkv;
   Fixed<float, kQBlocks * kMaxSlots * 16, m::buffer_attention> attention;
+  Fixed<float, m::sandwich ? kActivations : 0, m::buffer_branch> branch;
   Fixed<float, ceil_div(m::num_experts, 16) * kMaxSlots * 16, m::buffer_router> router;
   Fixed<float, int64_t{kMaxActive} * kInnerBlocks * kMaxSlots * 16, m::buffer_inner> inner;
+  Fixed<float, m::narrow_experts ? int64_t{kNarrowBlocks} * kMaxSlots * 16 : 0, m::buffer_narrow> narrow;
+  Fixed<float, m::narrow_experts ? int64_t{kMaxActive} * kNarrowBlocks * kMaxSlots * 16 : 0, m::buffer_expert_out> expert_out;
   Fixed<float, int64_t{kMaxTokens} * kVocabTiles * 16, m::buffer_logits> logits;
   Fixed<float, kMaxTokens * (m::rotary_dim / 2), m::buffer_cosine> cosine;
   Fixed<float, kMaxTokens * (m::rotary_dim / 2), m::buffer_sine> sine;

@@ -17,13 +17,31 @@ if TYPE_CHECKING:
     from mkpack.spec import ModelSpec
 
 CHUNK = 256  # positions of one attention item
-PHASES = ("embed", "qkv", "attention", "combine", "output", "router", "gate_up", "down", "head", "sample")
+PHASES = (
+    *("embed", "qkv", "attention", "combine", "output", "attn_residual"),
+    *("router", "pre_proj", "gate_up", "down", "post_proj", "mlp_residual", "head", "sample"),
+)
 BUFFERS = (
-    *("tokens", "history", "x", "cosine", "sine", "qkv", "keys", "values", "partial", "attention", "router", "inner"),
-    *("logits", "best_value", "best_token", "normed", "gathered", "active", "down_sum", "query", "scores"),
+    *("tokens", "history", "x", "cosine", "sine", "qkv", "keys", "values", "partial", "attention", "branch", "router"),
+    *(
+        "narrow",
+        "inner",
+        "expert_out",
+        "logits",
+        "best_value",
+        "best_token",
+        "normed",
+        "gathered",
+        "active",
+        "down_sum",
+    ),
+    *("query", "scores"),
 )
 # Sections that every rank holds whole, so that one rank's are read for all of them.
-_REPLICATED = ("embed", "attn_norm", "q_norm", "k_norm", "o_bias", "mlp_norm", "router", "final_norm")
+_REPLICATED = (
+    *("embed", "attn_norm", "q_norm", "k_norm", "sinks", "o_bias", "attn_residual_gate", "mlp_norm", "router"),
+    *("router_bias", "choice_bias", "pre_norm", "expert_norm", "mlp_out_norm", "mlp_residual_gate", "final_norm"),
+)
 
 
 def phases(
@@ -57,6 +75,9 @@ class _Step:
         self.slots = 1 << (tokens - 1).bit_length()  # activations of a step lie in 1, 2, 4, 8 or 16 token slots
         self.dim = align(spec.head_dim, TILE_ROWS)
         self.hidden = align(spec.hidden_size, TILE_ROWS) * self.slots
+        # The experts' width is another than that of x in some models.
+        width = (spec.moe and spec.moe.hidden_size) or spec.hidden_size
+        self.narrow = align(width, TILE_ROWS) * self.slots
         self.active = min(spec.moe.num_experts, tokens * spec.moe.top_k) if spec.moe else 1
         self.inner = align(
             max(spec.moe.intermediate_size if spec.moe else 0, spec.dense_intermediate_size or 0), TILE_ROWS
@@ -65,7 +86,7 @@ class _Step:
         self.partial = tokens * self.heads * ceil_div(context, CHUNK) * (self.dim + 16)
         self.angles = tokens * len(spec.rope.inv_freq)
         q_rows, kv_rows = (align(n * spec.head_dim, TILE_ROWS) for n in (heads.q_heads, heads.kv_heads))
-        self.qkv_rows = tp * (q_rows + 2 * kv_rows)
+        self.qkv_rows = tp * (q_rows * (2 if spec.attention_gate else 1) + 2 * kv_rows)
 
     def buffers(self) -> list[Buffer]:
         spec, tokens, slots = self.spec, self.tokens, self.slots
@@ -82,13 +103,22 @@ class _Step:
             Buffer("values", "value cache", self.cache, "model"),
             Buffer("partial", "per 256 positions: weighted values, maximum, sum", self.partial, "layer"),
             Buffer("attention", "attention of every head", align(spec.q_size, TILE_ROWS) * slots, "layer"),
-            Buffer("router", "router logits", experts * slots, "layer"),
+            Buffer("branch", "what attention or the MLP adds to x, not normed yet", self.hidden, "layer"),
+            Buffer("router", "router logits, or scores where they are sigmoids", experts * slots, "layer"),
+            Buffer("narrow", "x at the experts' width", self.narrow, "layer"),
             Buffer("inner", "silu(gate) * up", self.active * self.inner * slots, "layer"),
+            Buffer("expert_out", "every chosen expert's output", self.active * self.narrow, "layer"),
             Buffer("logits", "logits", tokens * vocab, "step"),
             Buffer("best_value", "highest logit", tokens, "step", scope="published"),
             Buffer("best_token", "its token", tokens, "step", "int32", "published"),
-            Buffer("normed", "norm(x)", self.hidden, "layer", scope="private"),
-            Buffer("gathered", "the tokens of one expert, or of the head", self.hidden, "phase", scope="private"),
+            Buffer("normed", "norm(x)", max(self.hidden, self.narrow), "layer", scope="private"),
+            Buffer(
+                "gathered",
+                "the tokens of one expert, or of the head",
+                max(self.hidden, self.narrow),
+                "phase",
+                scope="private",
+            ),
             # Token ids and routing weights; both are 4 bytes.
             Buffer(
                 "active", "chosen experts and their tokens", self.active * (2 + 2 * tokens), "layer", "int32", "private"
@@ -101,7 +131,7 @@ class _Step:
 
     def phases(self) -> list[Phase]:
         tokens, vocab = self.tokens, ceil_div(self.spec.vocab_size, TILE_ROWS)
-        last = f"layers.{len(self.spec.layers) - 1}.down"
+        last = f"layers.{len(self.spec.layers) - 1}.{'mlp_residual' if self.spec.sandwich else 'down'}"
         result = [
             Phase(
                 "embed",
@@ -180,7 +210,7 @@ class _Step:
         columns = Use("attention", align(self._cols(p + "o"), TILE_ROWS) * self.slots)
         query = (Use("query", self.dim), Use("scores", CHUNK))
         normed = Use("normed", self.hidden)
-        return [
+        found = [
             self._phase(
                 "qkv",
                 i,
@@ -204,7 +234,8 @@ class _Step:
                 "combine",
                 i,
                 Items(self.kv_heads, "query heads of a KV head"),
-                reads=(partial,),
+                *("sinks",),
+                reads=(partial, qkv) if spec.attention_gate else (partial,),
                 writes=(attention,),
                 waits=(Wait(p + "attention", "last arriver"),),
             ),
@@ -214,21 +245,25 @@ class _Step:
                 Items(ceil_div(spec.hidden_size, TILE_ROWS), "16 channels of x"),
                 *("o", "o.scale", "o_bias"),
                 reads=(columns,),
-                updates=(self._x,),
+                writes=self._added()[0],
+                updates=self._added()[1],
                 waits=(Wait(p + "combine"),),
             ),
         ]
+        if spec.sandwich:
+            found.append(self._residual("attn_residual", i, p + "output"))
+        return found
 
     def _mlp(self, i: int) -> list[Phase]:
         spec, p, moe = self.spec, f"layers.{i}.", self.spec.layers[i].moe
-        normed, gathered = Use("normed", self.hidden), Use("gathered", self.hidden)
+        before = p + ("attn_residual" if spec.sandwich else "output")
+        narrow = bool(moe and spec.moe and spec.moe.hidden_size)
+        normed, gathered = Use("normed", self.hidden), Use("gathered", self.narrow)
         active = Use("active", (self.active if moe else 1) * (2 + 2 * self.tokens))
         router = Use("router", self._rows(p + "router") * self.slots)
         # Each expert's part begins where the largest of all layers would.
         used = (self.active - 1 if moe else 0) * self.inner + align(self._cols(p + "down"), TILE_ROWS)
         inner = Use("inner", used * self.slots)
-        channels = ceil_div(spec.hidden_size, TILE_ROWS)
-        down_sum = Use("down_sum", channels * TILE_ROWS * self.slots)
         result = []
         if moe:
             result.append(
@@ -236,36 +271,103 @@ class _Step:
                     "router",
                     i,
                     Items(ceil_div(spec.moe.num_experts if spec.moe else 0, TILE_ROWS), "16 experts"),
-                    *("mlp_norm", "router"),
+                    *("mlp_norm", "router", "router_bias"),
                     reads=(self._x, normed),
                     writes=(normed, router),
-                    waits=(Wait(p + "output"),),
+                    waits=(Wait(before),),
                 )
             )
+        if narrow:
+            result.append(
+                self._phase(
+                    "pre_proj",
+                    i,
+                    Items(ceil_div(self.narrow // self.slots, TILE_ROWS), "16 channels of the experts' input"),
+                    *("pre_proj", "pre_proj.scale"),
+                    reads=(normed,),
+                    writes=(Use("narrow", self.narrow),),
+                    waits=(Wait(before),),
+                )
+            )
+        # A dense layer has no router phase: each thread norms x itself, and every token takes the one "expert". Narrow
+        # experts have an input of their own, that each thread norms.
+        if narrow:
+            normed = Use("normed", self.narrow)
+            reads: tuple[Use, ...] = (router, Use("narrow", self.narrow), normed, gathered, active)
+        else:
+            reads = (router, normed, gathered, active) if moe else (self._x, normed, active)
+        writes = (
+            (normed, gathered, active, inner)
+            if narrow
+            else (gathered, active, inner)
+            if moe
+            else (normed, active, inner)
+        )
         pairs = ceil_div(self._cols(p + "down"), TILE_ROWS)
-        result += [
+        result.append(
             self._phase(
                 "gate_up",
                 i,
                 Items(pairs, "16 rows of gate and of up", "active expert" if moe else ""),
-                *(() if moe else ("mlp_norm",)),
-                *("gate_up", "gate_up.scale"),
+                *(("choice_bias", "pre_norm") if moe else ("mlp_norm",)),
+                *("gate_up", "gate_up.scale", "gate_up_bias"),
                 routed=moe,
-                # A dense layer has no router phase: each thread norms x itself, and every token takes the one "expert".
-                reads=(router, normed, gathered, active) if moe else (self._x, normed, active),
-                writes=(gathered, active, inner) if moe else (normed, active, inner),
-                waits=(Wait(p + ("router" if moe else "output")),),
-            ),
-            self._phase(
-                "down",
-                i,
-                Items(channels, "16 channels of x, all experts" if moe else "16 channels of x"),
-                *("down", "down.scale"),
-                routed=moe,
-                reads=(inner, active, down_sum),
-                writes=(down_sum,),
-                updates=(self._x,),
-                waits=(Wait(p + "gate_up"),),
-            ),
-        ]
+                reads=reads,
+                writes=writes,
+                waits=(Wait(result[-1].key if result else before),),
+            )
+        )
+        result.append(self._down(i, inner, active, narrow))
+        if narrow:
+            outputs = Use("expert_out", self.active * self.narrow)
+            result.append(
+                self._phase(
+                    "post_proj",
+                    i,
+                    Items(ceil_div(spec.hidden_size, TILE_ROWS), "16 channels of x"),
+                    *("expert_norm", "post_proj", "post_proj.scale"),
+                    reads=(outputs, active, normed),
+                    writes=(normed, *self._added()[0]),
+                    updates=self._added()[1],
+                    waits=(Wait(p + "down"),),
+                )
+            )
+        if spec.sandwich:
+            result.append(self._residual("mlp_residual", i, result[-1].key, "mlp_out_norm"))
         return result
+
+    def _down(self, i: int, inner: Use, active: Use, narrow: bool) -> Phase:
+        """The outputs of experts, summed; of narrow ones each by itself, for they are normed before."""
+        moe = self.spec.layers[i].moe
+        channels = ceil_div((self.narrow if narrow else self.hidden) // self.slots, TILE_ROWS)
+        down_sum = Use("down_sum", channels * TILE_ROWS * self.slots)
+        writes, updates = self._added()
+        own: dict[str, Any] = {"reads": (inner, active, down_sum), "writes": (down_sum, *writes), "updates": updates}
+        if narrow:
+            own = {"reads": (inner, active), "writes": (Use("expert_out", self.active * self.narrow),)}
+        what = "16 channels of an expert's output" if narrow else "16 channels of x, all experts"
+        return self._phase(
+            "down",
+            i,
+            Items(channels, what if moe else "16 channels of x", "active expert" if narrow else ""),
+            *("down", "down.scale", "down_bias"),
+            routed=moe,
+            waits=(Wait(f"layers.{i}.gate_up"),),
+            **own,
+        )
+
+    def _added(self) -> tuple[tuple[Use, ...], tuple[Use, ...]]:
+        """(writes, updates) of a phase that ends a sub-layer: x itself, or what a residual phase norms first."""
+        return ((Use("branch", self.hidden),), ()) if self.spec.sandwich else ((), (self._x,))
+
+    def _residual(self, name: str, i: int, before: str, *norms: str) -> Phase:
+        return self._phase(
+            name,
+            i,
+            Items(ceil_div(self.spec.hidden_size, TILE_ROWS), "16 channels of x"),
+            *norms,
+            name.replace("residual", "residual_gate"),
+            reads=(Use("branch", self.hidden),),
+            updates=(self._x,),
+            waits=(Wait(before),),
+        )
