@@ -300,7 +300,7 @@ def _fp8(codes: np.ndarray, scale: np.ndarray, block: tuple[int, int], name: str
     if nan.any():
         raise UserError(f"{name}: {int(nan.sum())} of {codes.size} codes are NaN; {_AGAIN}")
     n, k = codes.shape
-    rows = np.broadcast_to(scale, (n,)) if scale.size == 1 else scale.reshape(-1) if scale.size == n else None
+    rows = np.broadcast_to(scale.reshape(1), (n,)) if scale.size == 1 else scale.reshape(-1) if scale.size == n else None
     if rows is not None and scale.shape in ((), (1,), (1, 1), (n,), (n, 1)):
         if ((rows == 0) & (codes & 0x7F).any(axis=1)).any():
             raise UserError(f"{name}: a scale is zero although codes are not, so that weights are lost; {_AGAIN}")
