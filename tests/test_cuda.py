@@ -196,7 +196,7 @@ def test_layouts_are_bijections(tmp_path):
     )
     done = subprocess.run([program], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
-    assert len(done.stdout.splitlines()) == 12 and "WRONG" not in done.stdout
+    assert len(done.stdout.splitlines()) == 18 and "WRONG" not in done.stdout
 
 
 def test_the_ladder_has_this_header():

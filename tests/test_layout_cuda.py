@@ -8,105 +8,191 @@ from itertools import pairwise
 
 import kernels
 import pytest
-from cuda_models import cuda_spec
+from cuda_models import MIX, cuda_layout, cuda_spec, small_spec
 
 from mkpack import abi, codegen, compile, platform
 from mkpack.codegen_cuda import cuda_header
 from mkpack.layout import SECTION_ALIGN
 from mkpack.layout_cuda import GRID, CudaLayout, cuda_refusals
 from mkpack.manifest import Limits
-from mkpack.spec import LayerSpec, RopeSpec
+from mkpack.spec import LayerSpec, RopeSpec, SandwichSpec, SwigluSpec
 
-MIX = kernels.precision("bf16", experts="nvfp4")
 LIMITS = Limits(context=1000, tokens_per_step=16)
+SECTIONS = ["dense", "head", "experts", "expert_scales", "routers", "embedding", "norms"]
+MOE = LayerSpec(moe=True)
 
 
-def test_the_shape_it_was_written_for_is_taken():
-    spec = cuda_spec(moe={"intermediate_size": 768}, vocab_size=151936, layers=(LayerSpec(moe=True),) * 48)
-    assert cuda_refusals(spec, MIX) == []
-    layout = CudaLayout(spec)
+def test_the_shape_of_qwen3_30b():
+    layout = cuda_layout(cuda_spec(moe={"intermediate_size": 768}, vocab_size=151936, layers=(MOE,) * 48))
     # 48 x 128 experts of 3 x 768 x 2048 NVFP4 weights at 4.5 bits.
     assert {s.name: s.nbytes for s in layout.sections}["experts"] == 48 * 128 * 3 * 768 * 2048 * 9 // 16
     assert layout.nbytes == pytest.approx(19.4e9, rel=0.01)
 
 
 @pytest.mark.parametrize(
+    ("spec", "router_format", "precision"),
+    [
+        (small_spec(hidden_size=64, num_attention_heads=1, num_key_value_heads=1, vocab_size=7), "f32", {}),
+        (small_spec(hidden_size=576, head_dim=128, num_attention_heads=16, num_key_value_heads=1), "bf16", {}),
+        (small_spec(hidden_size=2880, moe={"num_experts": 512, "top_k": 32, "intermediate_size": 2880}), "bf16", {}),
+        (small_spec(qkv_bias=True, o_bias=True, moe={"norm_topk_prob": False}), "bf16", {"attention": "fp8"}),
+        (
+            small_spec(tie_word_embeddings=True, layers=[LayerSpec(moe=True, sliding_window=5)]),
+            "f32",
+            {"lm_head": "fp8"},
+        ),
+    ],
+)
+def test_other_shapes_are_taken(spec, router_format, precision):
+    mix = {**MIX, **precision}
+    assert cuda_refusals(spec, mix, 1, router_format) == []
+    assert CudaLayout(spec, mix, router_format).nbytes > 0
+
+
+@pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"hidden_size": 4096}, "hidden_size is 4096, the kernel takes 2048"),
-        ({"num_attention_heads": 64}, "num_attention_heads is 64, the kernel takes 32"),
-        ({"num_key_value_heads": 8}, "num_key_value_heads is 8, the kernel takes 4"),
-        ({"head_dim": 64}, "head_dim is 64, the kernel takes 128"),
-        ({"rope": RopeSpec(inv_freq=(1.0,) * 32)}, "rotary dimensions is 64, the kernel takes 128"),
-        ({"vocab_size": 1001}, "vocab_size is 1001, the kernel takes multiples of 8"),
-        ({"moe": {"num_experts": 64}}, "num_experts is 64, the kernel takes 128"),
-        ({"moe": {"top_k": 4}}, "top_k is 4, the kernel takes 8"),
-        ({"moe": {"intermediate_size": 1024}}, "moe intermediate_size is 1024, the kernel takes 512 or 768"),
-        ({"moe": {"norm_topk_prob": False}}, "norm_topk_prob is False, the kernel takes True"),
-        ({"qk_norm": False}, "no norm of q and k, the kernel takes models with one"),
-        ({"qkv_bias": True}, "a bias of the qkv, the kernel takes none"),
-        ({"o_bias": True}, "a bias of the output projection, the kernel takes none"),
+        ({"hidden_size": 200}, "hidden_size is 200, the kernel takes multiples of 64"),
+        ({"head_dim": 96}, "head_dim is 96, the kernel takes 64 or 128"),
         (
-            {"layers": (LayerSpec(moe=True, sliding_window=5),) * 6},
-            "layers with a sliding window (0, 1, 2, 3, ... 6 in all), the kernel takes full attention",
+            {"num_attention_heads": 34, "num_key_value_heads": 2},
+            "num_attention_heads / num_key_value_heads is 34 / 2, the kernel takes 1 to 16 query heads a KV head",
         ),
         (
-            {"layers": (LayerSpec(moe=True), LayerSpec(moe=False)), "dense_intermediate_size": 64},
-            "layers without experts (1), the kernel takes experts in every layer",
+            {"num_attention_heads": 4, "num_key_value_heads": 3},
+            "num_attention_heads / num_key_value_heads is 4 / 3, the kernel takes 1 to 16 query heads a KV head",
+        ),
+        ({"rope": RopeSpec(inv_freq=(1.0,) * 33)}, "rotary dimensions is 66, the kernel takes 2 to head_dim (64)"),
+        ({"rope": RopeSpec(inv_freq=())}, "rotary dimensions is 0, the kernel takes 2 to head_dim (64)"),
+        ({"moe": {"num_experts": 513}}, "num_experts is 513, the kernel takes at most 512"),
+        ({"moe": {"num_experts": 64, "top_k": 33}}, "top_k is 33, the kernel takes at most 32"),
+        ({"moe": {"top_k": 4}}, "top_k is 4, the kernel takes at most 3"),
+        ({"moe": {"intermediate_size": 96}}, "moe intermediate_size is 96, the kernel takes multiples of 64"),
+        ({"moe": {"scoring": "sigmoid"}}, "moe scoring is sigmoid, the kernel takes softmax"),
+        ({"moe": {"choice_bias": True}}, "moe choice_bias is True, the kernel takes False"),
+        (
+            {"moe": {"swiglu": SwigluSpec(alpha=1.7, limit=7.0, up_offset=1.0)}},
+            "moe swiglu is given, the kernel takes none",
+        ),
+        ({"attention_sinks": True}, "attention_sinks is True, the kernel takes False"),
+        ({"qk_norm_over": "projection"}, "qk_norm_over is projection, the kernel takes head"),
+        ({"logit_softcap": 30.0}, "logit_softcap is 30.0, the kernel takes none"),
+        (
+            {"sandwich": SandwichSpec(eps=1e-6, gate_temperature=1.0, gate_floor=0.1)},
+            "sandwich is given, the kernel takes none",
+        ),
+        (
+            {"layers": (LayerSpec(moe=True, rope=False),) * 6},
+            "rope of layers 0, 1, 2, 3, ... (6 in all) is False, the kernel takes True",
+        ),
+        (
+            {"layers": (MOE, LayerSpec(moe=False)), "dense_intermediate_size": 64},
+            "mlp of layers 1 is dense, the kernel takes experts in every layer",
         ),
     ],
 )
 def test_what_it_cannot_do_is_named(changes, text):
-    spec = cuda_spec(**changes)
+    spec = small_spec(**changes)
     assert cuda_refusals(spec, MIX) == [text]
     with pytest.raises(ValueError) as e:
-        CudaLayout(spec)
+        cuda_layout(spec)
     assert str(e.value) == text
 
 
+def test_a_feature_that_is_new_to_the_spec_is_refused():
+    """Nothing that a ModelSpec, MoeSpec or LayerSpec can say is ignored: what the kernel takes is listed here."""
+    spec = small_spec()
+    taken = {"sliding_window"}
+    for part, prefix in ((spec, ""), (spec.moe, "moe "), (spec.layers[0], "")):
+        for name, field in type(part).model_fields.items():
+            if field.is_required() or name in taken:
+                continue
+            changed = part.model_copy(update={name: "something else"})
+            if part is spec.moe:
+                whole = spec.model_copy(update={"moe": changed})
+            elif part is spec:
+                whole = changed
+            else:
+                whole = spec.model_copy(update={"layers": (changed, *spec.layers[1:])})
+            where = " of layers 0" if part is spec.layers[0] else ""
+            assert any(t.startswith(f"{prefix}{name}{where} is something else") for t in cuda_refusals(whole, MIX)), (
+                name
+            )
+
+
 def test_everything_is_named_at_once():
-    """The demo's kind of model, on two ranks, in other formats: nothing fits."""
-    found = cuda_refusals(kernels.tiny_spec(), kernels.precision("fp8"), 2, "f32")
+    """The demo's kind of model, on two ranks, in other formats."""
+    found = cuda_refusals(kernels.tiny_spec(), kernels.precision("nvfp4", experts="fp8"), 2, "fp8")
     for word in (
-        "parallel.tp is 2",
+        "parallel.tp is 2, the kernel takes 1",
         "hidden_size is 40",
-        "num_attention_heads is 4",
-        "num_key_value_heads is 2",
         "head_dim is 8",
-        "rotary dimensions is 8",
-        "vocab_size is 67",
-        "num_experts is 5",
-        "top_k is 2",
+        "num_attention_heads * head_dim is 32",
         "moe intermediate_size is 24",
-        "no norm of q and k",
         "quantise.experts is fp8, the kernel takes nvfp4",
-        "quantise.attention is fp8, the kernel takes bf16",
-        "quantise.lm_head is fp8",
-        "quantise.embeddings is fp8",
-        "the routers' dtype is f32, the kernel takes bf16",
+        "quantise.attention is nvfp4, the kernel takes bf16 or fp8",
+        "quantise.lm_head is nvfp4, the kernel takes bf16 or fp8",
+        "quantise.embeddings is nvfp4, the kernel takes bf16",
+        "the routers' dtype is fp8, the kernel takes bf16 or f32",
     ):
         assert sum(text.startswith(word) for text in found) == 1, word
-    assert len(found) == 16
+    assert len(found) == 10
 
 
-def test_sections_are_aligned_in_order_and_hold_every_tensor():
-    spec = cuda_spec(layers=(LayerSpec(moe=True),) * 2)
-    layout = CudaLayout(spec)
-    assert [s.name for s in layout.sections] == [
-        *("dense", "head", "experts", "expert_scales", "routers", "embedding", "norms")
-    ]
+@pytest.mark.parametrize(
+    ("precision", "sections"),
+    [
+        ({}, SECTIONS),
+        ({"attention": "fp8"}, [*SECTIONS[:4], "dense_scales", *SECTIONS[4:]]),
+        ({"lm_head": "fp8"}, [*SECTIONS[:4], "head_scales", *SECTIONS[4:]]),
+    ],
+)
+def test_sections_are_aligned_in_order_and_hold_every_tensor(precision, sections):
+    spec = small_spec(layers=2, qk_norm=True, qkv_bias=True, o_bias=True)
+    layout = cuda_layout(spec, "f32", **precision)
+    assert [s.name for s in layout.sections] == sections
     assert all(s.offset % SECTION_ALIGN == 0 for s in layout.sections) and layout.nbytes % SECTION_ALIGN == 0
     assert all(a.offset + a.nbytes <= b.offset for a, b in pairwise(layout.sections))
     assert layout.sections[-1].offset + layout.sections[-1].nbytes <= layout.nbytes
     held = {name for s in layout.sections for name in s.tensors}
     assert held == {role.name for role in kernels.roles(spec)}
-    width = {"bf16": 16, "nvfp4": 4.5, "f32": 32}  # bits
-    assert all(s.nbytes == s.rows * s.cols * width[s.format] / 8 for s in layout.sections)
+    assert all(s.nbytes == s.rows * 4 for s in layout.sections if s.format == "f32" and s.cols == 1)
+    assert ("head" in layout) and ("nothing" not in layout)
+
+
+def test_bytes_of_sections():
+    """hidden 192, q 256, k and v 128 rows, 67 tokens: 192 columns of fp8 are padded to 256, the head's rows to 72."""
+    spec = small_spec(layers=2, qk_norm=True, o_bias=True)
+    bf16, fp8 = (
+        {s.name: s.nbytes for s in layout.sections}
+        for layout in (cuda_layout(spec), cuda_layout(spec, "f32", attention="fp8", lm_head="fp8"))
+    )
+    experts = 2 * 3 * 3 * 64 * 192 * 9 // 16
+    assert bf16 == {
+        "dense": 2 * (512 * 192 + 192 * 256) * 2,
+        "head": 72 * 192 * 2,
+        "experts": experts,
+        "expert_scales": 2 * 3 * 16,
+        "routers": 2 * 3 * 192 * 2,
+        "embedding": 67 * 192 * 2,
+        "norms": (2 * (192 + 192 + 64 + 64 + 192) + 192) * 4,
+    }
+    changed = {
+        "dense": 2 * (512 * 256 + 192 * 256),
+        "head": 72 * 256,
+        "dense_scales": 2 * (512 + 192) * 4,
+        "head_scales": 72 * 4,
+        "routers": 2 * 3 * 192 * 4,
+    }
+    assert fp8 == {**bf16, **changed}
 
 
 def test_a_tied_head_is_stored_as_pages_too():
-    layout = CudaLayout(cuda_spec(tie_word_embeddings=True))
-    assert [s.name for s in layout.sections if "embed" in s.tensors] == ["head", "embedding"]
+    layout = cuda_layout(small_spec(tie_word_embeddings=True))
+    assert [s.name for s in layout.sections if "embed" in s.tensors] == ["head", "embedding"] and layout.tied
+    fp8 = cuda_layout(small_spec(tie_word_embeddings=True), lm_head="fp8")
+    assert [s.name for s in fp8.sections if "embed" in s.tensors] == ["head", "head_scales", "embedding"]
+    assert not fp8.tied
 
 
 # -- the header --------------------------------------------------------------------------------------------------------
@@ -114,10 +200,26 @@ def test_a_tied_head_is_stored_as_pages_too():
 
 @pytest.mark.parametrize("target", GRID)
 def test_the_header_describes_the_model(target):
-    layout = CudaLayout(cuda_spec())
+    layers = (MOE, LayerSpec(moe=True, sliding_window=128), MOE)
+    layout = cuda_layout(small_spec(layers=layers, o_bias=True), "f32", attention="fp8")
     header = cuda_header(layout, LIMITS, target)
     assert "constexpr int kMaxContext = 1008;" in header and "constexpr int context = 1000;" in header
     assert f"constexpr int kGrid = {GRID[target]};" in header
+    assert "constexpr int kWindows[kLayers] = {0, 128, 0};" in header and "constexpr int kRotary = 32;" in header
+    flags = {
+        "QkNorm": 0,
+        "QkvBias": 0,
+        "OutBias": 1,
+        "AttentionFp8": 1,
+        "HeadFp8": 0,
+        "RouterF32": 1,
+        "NormTopkProb": 1,
+    }
+    for name, value in flags.items():
+        assert f"constexpr bool k{name} = {['false', 'true'][value]};" in header
+    for name in ("dense", "dense_scales", "norms"):
+        assert f"constexpr uint64_t {name}_at = {layout.offset(name)};" in header
+    assert "constexpr uint64_t head_scales_at = 0;" in header
     text = codegen.description(layout.spec, layout.sections, layout.nbytes, 1, LIMITS, target)
     assert json.loads(text)["target"] == target and f'R"mk({text})mk"' in header
 
@@ -132,7 +234,7 @@ def test_the_header_is_plain_cpp(tmp_path):
     if compiler is None:
         pytest.skip(platform.no_compiler())
     rope = RopeSpec(inv_freq=tuple(1 / (i + 1) for i in range(64)), attention_factor=1.25)
-    (tmp_path / "model.h").write_text(cuda_header(CudaLayout(cuda_spec(rope=rope)), LIMITS, "sm_90a"))
+    (tmp_path / "model.h").write_text(cuda_header(cuda_layout(cuda_spec(rope=rope)), LIMITS, "sm_90a"))
     (tmp_path / "main.cpp").write_text(
         '#include "model.h"\n#include <cstdio>\nint main() {\n'
         '  printf("%s|%.9g|%.9g|%zu|%.9g|%d\\n", mk::model::description, mk::model::inv_freq[2],\n'

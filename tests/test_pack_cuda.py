@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import kernels
 import numpy as np
 import pytest
-from cuda_models import cuda_spec
+from cuda_models import cuda_layout, cuda_spec, small_spec
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from mkpack import compile, pack_cuda, platform
 from mkpack.codegen_cuda import cuda_header
@@ -20,123 +24,192 @@ from mkpack.pack_cuda import CudaBlobWriter, unpack
 from mkpack.spec import LayerSpec
 
 LIMITS = Limits(context=1000, tokens_per_step=16)
+TWO_LAYERS = (LayerSpec(moe=True), LayerSpec(moe=True, sliding_window=7))
+# Columns of one page and of several, whose last is short; fp8 shares that are full and half empty.
+LAYOUTS = {
+    "smallest": cuda_layout(small_spec(hidden_size=64, vocab_size=13, layers=TWO_LAYERS)),
+    "every option": cuda_layout(
+        small_spec(hidden_size=576, qk_norm=True, qkv_bias=True, o_bias=True, layers=TWO_LAYERS),
+        "f32",
+        attention="fp8",
+        lm_head="fp8",
+    ),
+    "two pages, tied": cuda_layout(
+        small_spec(
+            hidden_size=2880,
+            head_dim=128,
+            tie_word_embeddings=True,
+            qkv_bias=True,
+            layers=1,
+            moe={"num_experts": 2, "intermediate_size": 2112},
+        )
+    ),
+    "tied, fp8 head": cuda_layout(
+        small_spec(hidden_size=192, vocab_size=101, tie_word_embeddings=True, o_bias=True, moe={"top_k": 1}),
+        lm_head="fp8",
+    ),
+    "fp8 attention": cuda_layout(
+        small_spec(hidden_size=2112, vocab_size=72, qk_norm=True, moe={"intermediate_size": 192}), attention="fp8"
+    ),
+}
+Model = list[tuple[str, QTensor]]  # in canonical order; what a tied head is stored as comes last, as "embed" again
 
 
-def random_model(layout: CudaLayout, experts=(0, 1, 127)) -> dict[str, QTensor]:
-    """Every tensor but most experts, whose bytes stay holes in the file."""
+def random_model(layout: CudaLayout) -> Model:
     rng = np.random.default_rng(7)
-    found = {}
+    found = []
     for role in kernels.roles(layout.spec):
-        parts = role.name.split(".")
-        if "experts" in parts:
-            if int(parts[3]) in experts:
-                found[role.name] = kernels.random_qtensor(rng, "nvfp4", role.shape)
-                if parts[-1] == "up":
-                    gate = found[role.name.removesuffix("up") + "gate"]
-                    up = found[role.name]
-                    found[role.name] = QTensor("nvfp4", up.shape, up.data, up.scale, gate.scale2)
-        else:
-            found[role.name] = kernels.random_qtensor(rng, "f32" if len(role.shape) == 1 else "bf16", role.shape)
+        q = kernels.random_qtensor(rng, layout.format_of(role), role.shape)
+        if q.scale is not None:  # every byte, not only the likely ones
+            q = QTensor(q.format, q.shape, q.data, rng.integers(0, 256, q.scale.shape, dtype=np.uint8), q.scale2)
+        found.append((role.name, q))
+    if layout.spec.tie_word_embeddings and not layout.tied:
+        found.append(("embed", kernels.random_qtensor(rng, layout.precision["lm_head"], found[0][1].shape)))
     return found
 
 
-def write(layout: CudaLayout, path: Path, model: dict[str, QTensor], order=None) -> np.ndarray:
+def write(layout: CudaLayout, path: Path, model: Model) -> np.ndarray:
     with CudaBlobWriter(layout, path) as writer:
-        for name in order or model:
-            writer.put(name, model[name], model[name].format)
+        for name, q in model:
+            writer.put(name, q, q.format)
     return np.memmap(path, np.uint8, mode="r")
 
 
 def same(a: QTensor, b: QTensor) -> bool:
     arrays = [(a.data, b.data), (a.scale, b.scale), (a.scale2, b.scale2)]
     return (a.format, a.shape) == (b.format, b.shape) and all(
-        (x is None and y is None) or np.array_equal(x, y) for x, y in arrays
+        (x is None and y is None) or np.array_equal(x, y, equal_nan=x.dtype.kind == "f") for x, y in arrays
     )
 
 
-@pytest.mark.parametrize(
-    "spec",
-    [
-        cuda_spec(layers=(LayerSpec(moe=True),) * 2, vocab_size=72),
-        cuda_spec(moe={"intermediate_size": 768}, tie_word_embeddings=True),
-    ],
-    ids=["two layers", "tied, 768"],
-)
-def test_tensors_come_back_bit_for_bit(spec, tmp_path):
-    layout = CudaLayout(spec)
+@pytest.fixture(params=LAYOUTS)
+def layout(request) -> CudaLayout:
+    return LAYOUTS[request.param]
+
+
+def test_tensors_come_back_bit_for_bit(layout, tmp_path):
     model = random_model(layout)
     blob = write(layout, tmp_path / "blob", model)
     assert len(blob) == layout.nbytes
-    for name, q in model.items():
+    for name, q in dict(model[::-1]).items():  # the first of two tensors "embed" is the rows to look up
         assert same(unpack(layout, blob, name), q), name
-    if spec.tie_word_embeddings:
-        assert np.array_equal(unpack(layout, blob, "lm_head").data, model["embed"].data)
-    backwards = write(layout, tmp_path / "again", model, list(model)[::-1])
-    for name, q in model.items():
-        assert same(unpack(layout, backwards, name), q), name
+    if layout.spec.tie_word_embeddings:
+        head = [q for name, q in model if name == "embed"][-1]
+        assert same(unpack(layout, blob, "lm_head"), head)
 
 
-def test_unknown_tensors(tmp_path):
-    layout = CudaLayout(cuda_spec())
-    for name in ("layers.0.q_bias", "nothing", "layers.x.q"):
-        with pytest.raises(KeyError):
-            unpack(layout, np.zeros(0, np.uint8), name)
+@st.composite
+def layouts(draw) -> CudaLayout:
+    attention, head = (draw(st.sampled_from(["bf16", "fp8"])) for _ in range(2))
+    flags = ("qk_norm", "qkv_bias", "o_bias", "tie_word_embeddings")
+    spec = small_spec(
+        hidden_size=draw(st.sampled_from([64, 128, 192, 576, 1088])),
+        head_dim=draw(st.sampled_from([64, 128])),
+        num_attention_heads=4,
+        num_key_value_heads=draw(st.sampled_from([1, 2, 4])),
+        vocab_size=draw(st.sampled_from([1, 7, 8, 67, 257])),
+        layers=draw(st.integers(1, 2)),
+        moe={"num_experts": 2, "intermediate_size": draw(st.sampled_from([64, 192, 2112]))},
+        **{flag: draw(st.booleans()) for flag in flags},
+    )
+    return cuda_layout(spec, draw(st.sampled_from(["bf16", "f32"])), attention=attention, lm_head=head)
+
+
+@given(layout=layouts())
+@settings(deadline=None, max_examples=15)
+def test_unpacking_undoes_packing(layout, tmp_path_factory):
+    model = random_model(layout)
+    blob = write(layout, tmp_path_factory.mktemp("any") / "blob", model)
+    for name, q in dict(model[::-1]).items():
+        assert same(unpack(layout, blob, name), q), name
+
+
+def test_order_and_threads_do_not_matter(layout, tmp_path):
+    model = random_model(layout)
+    blob = write(layout, tmp_path / "blob", model)
+    assert np.array_equal(write(layout, tmp_path / "backwards", model[::-1]), blob)
+    with CudaBlobWriter(layout, tmp_path / "threads") as writer, ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda item: writer.put(*item, item[1].format), model))
+    assert (tmp_path / "threads").read_bytes() == blob.tobytes()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["layers.0.q_bias", "nothing", "layers.x.q", "layers.1.q", "layers.0.experts.3.up", "layers.0.experts.0.q"],
+)
+def test_unknown_tensors(name, tmp_path):
+    layout = cuda_layout(small_spec(layers=1))
+    with pytest.raises(KeyError):
+        unpack(layout, np.zeros(layout.nbytes, np.uint8), name)
+    with CudaBlobWriter(layout, tmp_path / "blob") as writer, pytest.raises(KeyError):
+        writer.put(name, kernels.random_qtensor(np.random.default_rng(0), "nvfp4", (64, 192)), "nvfp4")
+    assert not any((tmp_path / "blob").read_bytes())
 
 
 def test_gate_and_up_belong_together(tmp_path):
-    layout = CudaLayout(cuda_spec())
-    model = random_model(layout, experts=(3,))
-    gate, up = model["layers.0.experts.3.gate"], model["layers.0.experts.3.up"]
-    other = QTensor("nvfp4", up.shape, up.data, up.scale, up.scale2 * 2)
-    with CudaBlobWriter(layout, tmp_path / "blob") as writer:
-        writer.put("layers.0.experts.3.gate", gate, "nvfp4")
-        with pytest.raises(
-            ValueError, match=r"layers\.0\.experts\.3\.gate and up have the tensor scales .*: must share"
-        ):
-            writer.put("layers.0.experts.3.up", other, "nvfp4")
+    layout = cuda_layout(small_spec())
+    gate = dict(random_model(layout))["layers.0.experts.1.gate"]
     with (
-        pytest.raises(ValueError, match=r"only one of gate and up was given: layers\.0\.experts\.3\.gate"),
+        pytest.raises(ValueError, match=r"only one of gate and up was given: layers\.0\.experts\.1\.gate"),
         CudaBlobWriter(layout, tmp_path / "blob") as writer,
     ):
-        writer.put("layers.0.experts.3.gate", gate, "nvfp4")
+        writer.put("layers.0.experts.1.gate", gate, "nvfp4")
 
 
 # -- against layout.cuh ------------------------------------------------------------------------------------------------
 
+Twin = Callable[..., bytes]
 
-@pytest.fixture(scope="module", params=[512, 768])
-def twin(request, tmp_path_factory):
-    """(layout, a function that runs the C++ twin)."""
+
+@pytest.fixture(scope="module")
+def twins(tmp_path_factory) -> Callable[[CudaLayout], Twin]:
+    """Layout -> a function that runs its C++ twin, compiled once."""
     compiler = platform.compiler()
     if compiler is None:
         pytest.skip(platform.no_compiler())
-    layout = CudaLayout(cuda_spec(moe={"intermediate_size": request.param}))
-    folder = tmp_path_factory.mktemp("twin")
-    (folder / "model.h").write_text(cuda_header(layout, LIMITS, "sm_90a"))
     csrc, source = compile.sources(), Path(__file__).parent / "cuda" / "layout_twin.cpp"
-    flags = ["-std=c++20", "-O2", "-D__host__=", "-D__device__=", f"-I{csrc}", f"-I{csrc / 'cuda'}", f"-I{folder}"]
-    subprocess.run([*compiler.command, *flags, str(source), "-o", str(folder / "twin")], check=True)
+    programs: dict[int, Path] = {}
 
-    def run(*arguments: object, data: bytes = b"") -> bytes:
-        return subprocess.run(
-            [folder / "twin", *map(str, arguments)], input=data, capture_output=True, check=True
-        ).stdout
+    def program(layout: CudaLayout) -> Path:
+        folder = tmp_path_factory.mktemp("twin")
+        (folder / "model.h").write_text(cuda_header(layout, LIMITS, "sm_90a"))
+        flags = ["-std=c++20", "-O2", f"-I{csrc}", f"-I{csrc / 'cuda'}", f"-I{folder}"]
+        subprocess.run([*compiler.command, *flags, str(source), "-o", str(folder / "twin")], check=True)
+        return folder / "twin"
 
-    return layout, run
+    def twin(layout: CudaLayout) -> Twin:
+        if id(layout) not in programs:
+            programs[id(layout)] = program(layout)
+
+        def run(*arguments: object, data: bytes = b"") -> bytes:
+            command = [programs[id(layout)], *map(str, arguments)]
+            return subprocess.run(command, input=data, capture_output=True, check=True).stdout
+
+        return run
+
+    return twin
 
 
-def test_sizes_equal_those_of_the_kernel(twin):
-    layout, run = twin
-    found = dict(line.split() for line in run("sizes").decode().splitlines())
+def given_bytes(q: QTensor) -> bytes:
+    return b"".join(a.tobytes() for a in (q.data, q.scale, q.scale2) if a is not None)
+
+
+def test_sizes_equal_those_of_the_kernel(layout, twins):
+    found = dict(line.split() for line in twins(layout)("sizes").decode().splitlines())
+    vectors = {name: layout.vectors[name][0] for name in ("attn_norm", "mlp_norm", "q_norm", "k_norm", "q_bias")}
     expected = {
         "qkv_bytes": layout.qkv_bytes,
         "dense_layer_bytes": layout.dense_layer_bytes,
+        "head_bytes": layout.head_bytes,
+        "head_rows": layout.head_rows,
         "pair_bytes": layout.pair_bytes,
         "expert_bytes": layout.expert_bytes,
+        "dense_scale_layer": layout.dense_scale_layer,
         "router_bytes": layout.router_bytes,
         "norm_layer": layout.norm_layer,
-        **layout.norm_offsets,
-        "pair_tile": tile_bytes(2048),
+        **vectors,
+        "o_bias": layout.vectors["o_bias"][0],
+        "pair_tile": tile_bytes(layout.spec.hidden_size),
         "down_tile": tile_bytes(layout.spec.moe.intermediate_size),
         "qkv_rows": layout.qkv_rows,
         "k_at": pack_cuda.dense_offset(layout, "k"),
@@ -145,36 +218,45 @@ def test_sizes_equal_those_of_the_kernel(twin):
     assert {name: int(value) for name, value in found.items()} == expected
 
 
-@pytest.mark.parametrize("cols", [2048, 4096])
-def test_pages_equal_those_of_the_kernel(twin, cols):
-    """Elements that are all different, so that each is told from every other."""
-    _, run = twin
-    data = np.arange(65536, dtype=np.uint16).reshape(-1, cols)
-    assert run("matrix", len(data), cols, data=data.tobytes()) == pack_cuda.pack_pages(data).tobytes()
+def test_the_blob_equals_that_of_the_kernel(layout, twins, tmp_path):
+    model = random_model(layout)
+    given_ = list(model)
+    if layout.tied:
+        given_.append(model[0])
+    data = b"".join(given_bytes(q) for _, q in given_)
+    assert twins(layout)("blob", data=data) == write(layout, tmp_path / "blob", model).tobytes()
 
 
-def test_expert_bytes_equal_those_of_the_kernel(twin, tmp_path):
-    layout, run = twin
-    model = random_model(layout, experts=(5,))
-    parts = [model[f"layers.0.experts.5.{part}"] for part in ("gate", "up", "down")]
-    rng = np.random.default_rng(1)  # every scale byte, not only the likely ones
-    parts = [
-        QTensor(q.format, q.shape, q.data, rng.integers(0, 256, q.scale.shape, dtype=np.uint8), q.scale2) for q in parts
-    ]
-    model.update({f"layers.0.experts.5.{name}": q for name, q in zip(("gate", "up", "down"), parts, strict=True)})
-    blob = write(layout, tmp_path / "blob", model)
-    start = layout.offset("experts") + 5 * layout.expert_bytes
-    data = b"".join(a.tobytes() for q in parts for a in (q.data, q.scale))
-    assert run("expert", data=data) == blob[start : start + layout.expert_bytes].tobytes()
-    scales = blob[layout.offset("expert_scales") :][5 * 8 :][:8].view(np.float32)
-    assert list(scales) == [parts[0].scale2[0], parts[2].scale2[0]]
+@given(rows=st.integers(1, 40), chunks=st.integers(1, 50), fmt=st.sampled_from(["bf16", "fp8"]))
+@settings(deadline=None, max_examples=40)
+def test_pages_equal_those_of_the_kernel(twins, rows, chunks, fmt):
+    q = kernels.random_qtensor(np.random.default_rng(0), fmt, (rows, 64 * chunks))
+    packed = pack_cuda.pack_pages(q.data)
+    run = twins(LAYOUTS["smallest"])
+    assert run("matrix", rows, 64 * chunks, fmt, data=given_bytes(q)) == packed.tobytes()
+    assert np.array_equal(pack_cuda.unpack_pages(packed, fmt, rows, 64 * chunks), q.data)
+
+
+@given(chunks=st.integers(1, 100), seed=st.integers(0, 1000))
+@settings(deadline=None, max_examples=40)
+def test_tiles_equal_those_of_the_kernel(twins, chunks, seed):
+    rng = np.random.default_rng(seed)
+    cols, one = 64 * chunks, np.ones(1, np.float32)
+    data, scale = (rng.integers(0, 256, (2, 8, cols // n), dtype=np.uint8) for n in (2, 16))
+    low, high = (QTensor("nvfp4", (8, cols), data[i], scale[i], one) for i in range(2))
+    packed = pack_cuda.pack_nvfp4(low, high)
+    run = twins(LAYOUTS["smallest"])
+    assert run("tile", cols, data=data.tobytes() + scale.tobytes()) == packed.tobytes()
+    for q, (found_data, found_scale) in zip((low, high), pack_cuda.unpack_nvfp4(packed, cols), strict=True):
+        assert np.array_equal(found_data, q.data) and np.array_equal(found_scale, q.scale)
 
 
 def test_packing_is_fast():
     """A 30B model has 16 GB of experts: well above the speed of any disk they are read from."""
     rng = np.random.default_rng(0)
     gate, up = (kernels.random_qtensor(rng, "nvfp4", (768, 2048)) for _ in range(2))
-    pages = rng.integers(0, 65536, (1024, 2048), dtype=np.uint16)
+    bf16 = rng.integers(0, 65536, (512, 1024), dtype=np.uint16)  # slabs, as the writer cuts them
+    fp8 = rng.integers(0, 256, (512, 2048), dtype=np.uint8)
 
     def rate(nbytes, work):
         times = []
@@ -185,4 +267,17 @@ def test_packing_is_fast():
         return nbytes / min(times)
 
     assert rate(gate.shape[0] // 8 * tile_bytes(2048), lambda: pack_cuda.pack_nvfp4(gate, up)) > 300e6
-    assert rate(pages.nbytes, lambda: pack_cuda.pack_pages(pages)) > 300e6
+    assert rate(bf16.nbytes, lambda: pack_cuda.pack_pages(bf16)) > 300e6
+    assert rate(fp8.nbytes, lambda: pack_cuda.pack_pages(fp8)) > 300e6
+
+
+def test_the_shape_of_qwen3_comes_back(tmp_path):
+    """Sparse: two experts of 128, the others stay holes of the file."""
+    layout = cuda_layout(cuda_spec(moe={"intermediate_size": 768}))
+    rng = np.random.default_rng(1)
+    names = [f"layers.0.experts.{e}.{part}" for e in (0, 127) for part in ("gate", "up", "down")]
+    roles = {role.name: role for role in kernels.roles(layout.spec)}
+    model = [(n, kernels.random_qtensor(rng, "nvfp4", roles[n].shape)) for n in names]
+    blob = write(layout, tmp_path / "blob", model)
+    for name, q in model:
+        assert same(unpack(layout, blob, name), q), name

@@ -18,18 +18,39 @@ namespace mk {
 namespace m = model;
 
 // The blob as mkpack/layout_cuda.py laid it out, against layout.cuh.
-static_assert(m::qkv_bytes == kQkvBytes && m::dense_layer_bytes == kDenseLayerBytes && m::pair_bytes == kPairBytes &&
-              m::expert_bytes == kExpertBytes && m::router_bytes == kRouterBytes && m::norm_layer_floats == kNormLayer);
+static_assert(m::qkv_bytes == kQkvBytes && m::dense_layer_bytes == kDenseLayerBytes && m::head_bytes == kHeadBytes &&
+              m::head_rows == kHeadRows && m::pair_bytes == kPairBytes && m::expert_bytes == kExpertBytes &&
+              m::dense_scale_layer_floats == kDenseScaleLayer && m::router_bytes == kRouterBytes &&
+              m::norm_layer_floats == kNormLayer);
 static_assert(m::attn_norm_at == kNormInput && m::mlp_norm_at == kNormPost && m::q_norm_at == kNormQ &&
-              m::k_norm_at == kNormK);
-static_assert(m::head_at >= m::dense_at + kLayers * kDenseLayerBytes &&
-              m::experts_at >= m::head_at + uint64_t{kVocab} * kHidden * 2 &&
-              m::expert_scales_at >= m::experts_at + uint64_t{kLayers} * kExperts * kExpertBytes &&
-              m::routers_at >= m::expert_scales_at + uint64_t{kLayers} * kExperts * sizeof(float2) &&
-              m::embedding_at >= m::routers_at + uint64_t{kLayers} * kRouterBytes &&
-              m::norms_at >= m::embedding_at + uint64_t{kVocab} * kHidden * 2 &&
-              m::blob_bytes >= m::norms_at + (uint64_t{kLayers} * kNormLayer + kHidden) * sizeof(float));
-static_assert(sizeof m::inv_freq == kHeadDim / 2 * sizeof(float) && m::context <= kMaxContext);
+              m::k_norm_at == kNormK && m::q_bias_at == kBiasQkv && m::k_bias_at == kBiasQkv + (kQkvBias ? kQRows : 0) &&
+              m::v_bias_at == kBiasQkv + (kQkvBias ? kQRows + kKvRows : 0) && m::o_bias_at == kBiasOut);
+// Every section is as large as the kernel believes, and ends before the next begins.
+constexpr bool sections_fit() {
+  constexpr uint64_t layers = kLayers, vocab = kVocab, hidden = kHidden;
+  const struct {
+    uint64_t at, bytes;
+  } sections[] = {
+      {m::dense_at, layers * kDenseLayerBytes},
+      {m::head_at, kHeadBytes},
+      {m::experts_at, layers * kExperts * kExpertBytes},
+      {m::expert_scales_at, layers * kExperts * 4 * sizeof(float)},
+      {m::dense_scales_at, layers * kDenseScaleLayer * sizeof(float)},
+      {m::head_scales_at, kHeadFp8 ? kHeadRows * sizeof(float) : 0},
+      {m::routers_at, layers * kRouterBytes},
+      {m::embedding_at, vocab * hidden * 2},
+      {m::norms_at, (layers * kNormLayer + hidden) * sizeof(float)},
+  };
+  uint64_t end = 0;
+  for (const auto& s : sections) {
+    if (s.bytes == 0) continue;
+    if (s.at < end) return false;
+    end = s.at + s.bytes;
+  }
+  return end <= m::blob_bytes;
+}
+static_assert(sections_fit());
+static_assert(sizeof m::inv_freq == kRotary / 2 * sizeof(float) && m::context <= kMaxContext);
 static_assert(sizeof(Shared) <= 227 << 10, "more shared memory than a block can have");
 
 // Steps of one launch. Tokens reach the host, and a stop reaches the kernel, between launches only: 16 are 20 ms.

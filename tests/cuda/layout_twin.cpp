@@ -1,8 +1,9 @@
 // The slow twin of mkpack/pack_cuda.py: every element goes where a function of layout.cuh says. A host program.
 //   layout_twin sizes                 name and value of every constant that Python mirrors
-//   layout_twin matrix ROWS K FORMAT  "bf16" or "fp8" [ROWS, K] on standard input -> its pages
+//   layout_twin matrix ROWS K FORMAT  bf16 or fp8 [ROWS, K] and, of fp8, a float32 a row on standard input -> its pages
 //   layout_twin tile K                codes [16, K / 2] and scales [16, K / 16] -> a tile
-//   layout_twin expert                data and scales of gate, up and down, row major -> the expert's bytes
+//   layout_twin blob                  every tensor in canonical order, then the head of a tied model; of each its data,
+//                                     scales and tensor or row scales, row major -> the blob
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -20,10 +21,25 @@ static std::vector<uint8_t> read_bytes(size_t n) {
   return v;
 }
 
-struct Matrix {
+static void read_floats(uint8_t* out, size_t n) {
+  const std::vector<uint8_t> v = read_bytes(n * sizeof(float));
+  memcpy(out, v.data(), v.size());
+}
+
+// Rows [first, first + rows) of a dense matrix at `out`; fp8 has the scales of its rows at `scales`.
+static void put_dense(uint8_t* out, uint8_t* scales, int first, int rows, int K, bool fp8) {
+  const size_t width = fp8 ? 1 : 2;
+  const std::vector<uint8_t> in = read_bytes(rows * K * width);
+  for (int row = 0; row < rows; row++)
+    for (int column = 0; column < K; column++)
+      memcpy(out + matrix_offset(first + row, column, K, fp8), &in[((size_t)row * K + column) * width], width);
+  if (fp8) read_floats(scales + first * sizeof(float), rows);
+}
+
+struct Nvfp4 {
   int rows, K;
   std::vector<uint8_t> data, scale;
-  Matrix(int rows, int K)
+  Nvfp4(int rows, int K)
       : rows(rows), K(K), data(read_bytes((size_t)rows * K / 2)), scale(read_bytes((size_t)rows * K / 16)) {}
   // Row `row` of the matrix is row r of the tile at `out`.
   void put(uint8_t* out, int r, int row) const {
@@ -37,6 +53,52 @@ struct Matrix {
     }
   }
 };
+
+static void put_expert(uint8_t* out, uint8_t* scales) {
+  for (int part = 0; part < 2; part++) {  // gate, up
+    const Nvfp4 matrix(kMoeIntermediate, kHidden);
+    for (int row = 0; row < kMoeIntermediate; row++)
+      matrix.put(out + (int64_t)(row / 8) * kPairTileBytes, 8 * part + row % 8, row);
+    read_floats(scales + part * sizeof(float), 1);
+  }
+  const Nvfp4 down(kHidden, kMoeIntermediate);
+  for (int row = 0; row < kHidden; row++)
+    down.put(out + kPairBytes + (int64_t)(row / kUnitRows) * kDownTileBytes, row % kUnitRows, row);
+  read_floats(scales + 2 * sizeof(float), 1);
+}
+
+static std::vector<uint8_t> blob() {
+  namespace m = model;
+  std::vector<uint8_t> blob(m::blob_bytes);
+  const auto at = [&](uint64_t section, uint64_t byte) { return blob.data() + section + byte; };
+  const std::vector<uint8_t> embedding = read_bytes((size_t)kVocab * kHidden * 2);
+  memcpy(at(m::embedding_at, 0), embedding.data(), embedding.size());
+  for (int layer = 0; layer < kLayers; layer++) {
+    const auto vector = [&](int first, int floats) {
+      read_floats(at(m::norms_at, ((uint64_t)layer * kNormLayer + first) * sizeof(float)), floats);
+    };
+    uint8_t* dense = at(m::dense_at, layer * kDenseLayerBytes);
+    uint8_t* scales = at(m::dense_scales_at, (uint64_t)layer * kDenseScaleLayer * sizeof(float));
+    vector(kNormInput, kHidden);
+    put_dense(dense, scales, 0, kQRows, kHidden, kAttentionFp8);
+    put_dense(dense, scales, kQRows, kKvRows, kHidden, kAttentionFp8);
+    put_dense(dense, scales, kQRows + kKvRows, kKvRows, kHidden, kAttentionFp8);
+    if (kQkvBias) vector(kBiasQkv, kQkvRows);
+    if (kQkNorm) vector(kNormQ, kHeadDim), vector(kNormK, kHeadDim);
+    put_dense(dense + kQkvBytes, scales + kQkvRows * sizeof(float), 0, kHidden, kQRows, kAttentionFp8);
+    if (kOutBias) vector(kBiasOut, kHidden);
+    vector(kNormPost, kHidden);
+    const std::vector<uint8_t> router = read_bytes(kRouterBytes);
+    memcpy(at(m::routers_at, layer * kRouterBytes), router.data(), router.size());
+    for (int expert = 0; expert < kExperts; expert++) {
+      const uint64_t number = (uint64_t)layer * kExperts + expert;
+      put_expert(at(m::experts_at, number * kExpertBytes), at(m::expert_scales_at, number * 4 * sizeof(float)));
+    }
+  }
+  read_floats(at(m::norms_at, (uint64_t)kLayers * kNormLayer * sizeof(float)), kHidden);
+  put_dense(at(m::head_at, 0), at(m::head_scales_at, 0), 0, kVocab, kHidden, kHeadFp8);
+  return blob;
+}
 
 int main(int argc, char** argv) {
   const std::string what = argc > 1 ? argv[1] : "";
@@ -71,26 +133,15 @@ int main(int argc, char** argv) {
   } else if (what == "matrix" && argc == 5) {
     const int rows = atoi(argv[2]), K = atoi(argv[3]);
     const bool fp8 = std::string(argv[4]) == "fp8";
-    const size_t width = fp8 ? 1 : 2;
-    const std::vector<uint8_t> in = read_bytes(rows * K * width);
     out.resize(matrix_bytes(rows, K, fp8));
-    for (int row = 0; row < rows; row++)
-      for (int column = 0; column < K; column++)
-        memcpy(&out.at(matrix_offset(row, column, K, fp8)), &in[((size_t)row * K + column) * width], width);
+    std::vector<uint8_t> scales(rows * sizeof(float));
+    put_dense(out.data(), scales.data(), 0, rows, K, fp8);
   } else if (what == "tile" && argc == 3) {
-    const Matrix tile(16, atoi(argv[2]));
+    const Nvfp4 tile(16, atoi(argv[2]));
     out.resize(tile_bytes(tile.K));
     for (int row = 0; row < 16; row++) tile.put(out.data(), row, row);
-  } else if (what == "expert") {
-    const Matrix gate(kMoeIntermediate, kHidden), up(kMoeIntermediate, kHidden), down(kHidden, kMoeIntermediate);
-    out.resize(kExpertBytes);
-    for (int row = 0; row < kMoeIntermediate; row++) {
-      uint8_t* tile = out.data() + (int64_t)(row / 8) * kPairTileBytes;
-      gate.put(tile, row % 8, row);
-      up.put(tile, 8 + row % 8, row);
-    }
-    for (int row = 0; row < kHidden; row++)
-      down.put(out.data() + kPairBytes + (int64_t)(row / kUnitRows) * kDownTileBytes, row % kUnitRows, row);
+  } else if (what == "blob") {
+    out = blob();
   } else {
     return 1;
   }

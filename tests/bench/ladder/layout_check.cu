@@ -38,16 +38,29 @@ static float e2m1(uint32_t c) {
 }
 
 int main() {
-  covers("bf16 page", kPageBytes, 2, 1, kPageRows * kPageColumns,
-         [](int64_t i) { return page_offset((int)(i / kPageColumns), (int)(i % kPageColumns)); });
-  covers("bf16 matrix, K = 4096", (int64_t)64 * kQRows * 2, 2, 1, (int64_t)64 * kQRows,
-         [](int64_t i) { return matrix_offset((int)(i / kQRows), (int)(i % kQRows), kQRows); });
-  for (int K : {kHidden, kMoeIntermediate}) {
-    covers("NVFP4 words", K / 64 * 512, 4, 8, (int64_t)16 * K,
-           [K](int64_t i) { return tile_word_offset((int)(i / K), (int)(i % K)); });
-    covers("NVFP4 scales", K / 64 * 64, 1, 1, (int64_t)K, [K](int64_t i) {
-      return tile_scale_offset((int)(i / (K / 16)), (int)(i % (K / 16)) * 16, K) - K / 64 * 512;
+  for (bool fp8 : {false, true}) {
+    const int columns = page_columns(fp8), width = fp8 ? 1 : 2;
+    covers(fp8 ? "fp8 page" : "bf16 page", kPageBytes, width, 1, kPageRows * columns,
+           [=](int64_t i) { return page_offset((int)(i / columns), (int)(i % columns), fp8); });
+    // Whole pages only, and a last page of one share.
+    for (int K : {2 * columns, 2 * columns + share_columns(fp8)})
+      covers(fp8 ? "fp8 matrix" : "bf16 matrix", matrix_bytes(24, K, fp8), width, 1, 24 * K,
+             [=](int64_t i) { return matrix_offset((int)(i / K), (int)(i % K), K, fp8); });
+  }
+  for (int K : {kHidden, kMoeIntermediate, 2880}) {  // 2880: a page of 32 chunks and one of 13
+    const int codes = 8 * K / 4 * 4;  // bytes of words, each of rows g and g + 8 and of four columns
+    covers("NVFP4 tile", tile_bytes(K), 1, 1, codes + K, [=](int64_t i) -> int64_t {
+      if (i >= codes) return tile_scale_offset((int)(i - codes) / (K / 16), (int)(i - codes) % (K / 16) * 16, K);
+      const int word = (int)i / 4;
+      return tile_word_offset(word / (K / 4), word % (K / 4) * 4) + i % 4;
     });
+    bool together = true;
+    for (int row = 0; row < 16; row++)
+      for (int column = 0; column < K; column++)
+        together = together && tile_word_offset(row, column) == tile_word_offset(row % 8, column / 4 * 4) &&
+                   tile_scale_offset(row, column, K) == tile_scale_offset(row, column / 16 * 16, K);
+    printf("%-28s %s\n", "codes of an NVFP4 word", together ? "ok" : "WRONG");
+    failures += !together;
   }
   covers("K tile", kTileBytes, 2, 1, kTile * kHeadDim,
          [](int64_t i) { return k_offset((int)(i / kHeadDim), (int)(i % kHeadDim)); });
