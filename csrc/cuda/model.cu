@@ -23,7 +23,8 @@ static_assert(m::qkv_bytes == kQkvBytes && m::dense_layer_bytes == kDenseLayerBy
               m::dense_scale_layer_floats == kDenseScaleLayer && m::router_bytes == kRouterBytes &&
               m::norm_layer_floats == kNormLayer);
 static_assert(m::attn_norm_at == kNormInput && m::mlp_norm_at == kNormPost && m::q_norm_at == kNormQ &&
-              m::k_norm_at == kNormK && m::q_bias_at == kBiasQkv && m::k_bias_at == kBiasQkv + (kQkvBias ? kQRows : 0) &&
+              m::k_norm_at == kNormK && m::q_bias_at == kBiasQkv &&
+              m::k_bias_at == kBiasQkv + (kQkvBias ? kQRows : 0) &&
               m::v_bias_at == kBiasQkv + (kQkvBias ? kQRows + kKvRows : 0) && m::o_bias_at == kBiasOut);
 // Every section is as large as the kernel believes, and ends before the next begins.
 constexpr bool sections_fit() {
