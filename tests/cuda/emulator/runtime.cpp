@@ -1,0 +1,129 @@
+// Device memory and what the emulated GPU says of itself.
+#include <sys/mman.h>
+#include <unistd.h>
+#include <cstdio>
+#include <cstdlib>
+#include <map>
+#include "machine.h"
+
+namespace {
+
+struct Allocation {
+  uint8_t* mapping;
+  size_t mapped, bytes;
+};
+std::map<uint8_t*, Allocation>& allocations() {
+  static auto* all = new std::map<uint8_t*, Allocation>;
+  return *all;
+}
+std::map<const void*, size_t>& allowed_shared() {
+  static auto* all = new std::map<const void*, size_t>;
+  return *all;
+}
+constexpr size_t kShared = 227 << 10, kSharedUnasked = 48 << 10;
+
+bool owned(const void* p, size_t bytes) {
+  auto at = allocations().upper_bound((uint8_t*)p);
+  if (at == allocations().begin()) return bytes == 0;
+  --at;
+  return (uint8_t*)p + bytes <= at->first + at->second.bytes;
+}
+int number(const char* name, int otherwise) {
+  const char* text = getenv(name);
+  return text && *text ? atoi(text) : otherwise;
+}
+
+}  // namespace
+
+// An allocation ends (rounded up to 256 bytes, as on the GPU) at an inaccessible page.
+cudaError_t cudaMalloc(void** p, size_t bytes) {
+  const size_t page = (size_t)sysconf(_SC_PAGESIZE), rounded = (bytes + 255) / 256 * 256,
+               mapped = (rounded + page - 1) / page * page + 2 * page;
+  void* m = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (m == MAP_FAILED) return cudaErrorMemoryAllocation;
+  uint8_t* base = (uint8_t*)m;
+  mprotect(base, page, PROT_NONE);
+  mprotect(base + mapped - page, page, PROT_NONE);
+  *p = base + mapped - page - rounded;
+  memset(*p, 0xFF, std::min<size_t>(bytes, 16 << 20));  // a NaN in every format
+  allocations()[(uint8_t*)*p] = {base, mapped, bytes};
+  return cudaSuccess;
+}
+cudaError_t cudaFree(void* p) {
+  if (!p) return cudaSuccess;
+  auto at = allocations().find((uint8_t*)p);
+  if (at == allocations().end()) return cudaErrorInvalidValue;
+  munmap(at->second.mapping, at->second.mapped);
+  allocations().erase(at);
+  return cudaSuccess;
+}
+cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind) {
+  const bool to_device = kind == cudaMemcpyHostToDevice || kind == cudaMemcpyDeviceToDevice,
+             from_device = kind == cudaMemcpyDeviceToHost || kind == cudaMemcpyDeviceToDevice;
+  if ((to_device && !owned(to, bytes)) || (from_device && !owned(from, bytes))) return cudaErrorInvalidValue;
+  memcpy(to, from, bytes);
+  return cudaSuccess;
+}
+cudaError_t cudaMemset(void* p, int value, size_t bytes) {
+  if (!owned(p, bytes)) return cudaErrorInvalidValue;
+  memset(p, value, bytes);
+  return cudaSuccess;
+}
+cudaError_t cudaGetDeviceCount(int* n) {
+  *n = 1;
+  return cudaSuccess;
+}
+cudaError_t cudaGetDeviceProperties(cudaDeviceProp* d, int) {
+  const int capability = number("MK_EMULATOR_CAPABILITY", 90);
+  *d = {};
+  snprintf(d->name, sizeof d->name, "emulated GPU");
+  d->major = capability / 10;
+  d->minor = capability % 10;
+  d->multiProcessorCount = number("MK_EMULATOR_SMS", 160);
+  d->cooperativeLaunch = 1;
+  d->sharedMemPerBlockOptin = kShared;
+  d->totalGlobalMem = size_t{1} << 40;
+  return cudaSuccess;
+}
+cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
+  *free = *total = size_t{1} << 40;
+  return cudaSuccess;
+}
+const char* cudaGetErrorString(cudaError_t e) { return e == cudaSuccess ? "no error" : "the emulator refuses this"; }
+const char* cudaGetErrorName(cudaError_t e) {
+  switch (e) {
+    case cudaSuccess: return "cudaSuccess";
+    case cudaErrorInvalidValue: return "cudaErrorInvalidValue";
+    case cudaErrorMemoryAllocation: return "cudaErrorMemoryAllocation";
+    case cudaErrorInvalidConfiguration: return "cudaErrorInvalidConfiguration";
+    case cudaErrorInsufficientDriver: return "cudaErrorInsufficientDriver";
+    case cudaErrorNoDevice: return "cudaErrorNoDevice";
+    case cudaErrorCooperativeLaunchTooLarge: return "cudaErrorCooperativeLaunchTooLarge";
+  }
+  return "unknown";
+}
+
+namespace emulator {
+
+std::string nearest_allocation(const uint8_t* p) {
+  for (const auto& [start, a] : allocations())
+    if (p >= a.mapping && p < a.mapping + a.mapped)
+      return ", byte " + std::to_string(p - start) + " of an allocation of " + std::to_string(a.bytes) + " bytes";
+  return "";
+}
+
+cudaError_t allow_shared(const void* kernel, size_t bytes) {
+  if (bytes > kShared) return cudaErrorInvalidValue;
+  allowed_shared()[kernel] = bytes;
+  return cudaSuccess;
+}
+cudaError_t launchable(const void* kernel, dim3 blocks, dim3 threads, size_t shared, bool together) {
+  const uint64_t count = (uint64_t)blocks.x * blocks.y * blocks.z, size = (uint64_t)threads.x * threads.y * threads.z;
+  const auto allowed = allowed_shared().find(kernel);
+  if (count == 0 || size == 0 || size > 1024) return cudaErrorInvalidConfiguration;
+  if (shared > (allowed == allowed_shared().end() ? kSharedUnasked : allowed->second)) return cudaErrorInvalidValue;
+  if (together && count > (uint64_t)number("MK_EMULATOR_SMS", 160)) return cudaErrorCooperativeLaunchTooLarge;
+  return cudaSuccess;
+}
+
+}  // namespace emulator

@@ -1,0 +1,55 @@
+"""The emulator of tests/cuda/emulator: its primitives, many interleavings, and the mistakes that it must name."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import emulator
+import pytest
+
+TEST = Path(__file__).parent / "cuda" / "emulator_test.cpp"
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    return emulator.build(TEST, tmp_path_factory.mktemp("emulator") / "test")
+
+
+def run(program, *arguments, **settings):
+    environment = {**os.environ, **{f"MK_EMULATOR_{name.upper()}": str(value) for name, value in settings.items()}}
+    return subprocess.run([program, *arguments], capture_output=True, text=True, env=environment, timeout=120)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_primitives(program, seed):
+    done = run(program, seed=seed)
+    assert (done.returncode, done.stdout) == (0, "0 failures\n"), done.stdout + done.stderr
+
+
+MISTAKES = {
+    "forgotten_barrier": [
+        "deadlock: every lane waits",
+        "warps 0 2: bar.sync 4 (64 of 96 threads there)",
+        "warps 1: left",
+    ],
+    "forgotten_store": ["deadlock: nothing has changed for", "block 1", "__all_sync"],
+    "forgotten_copy": ["deadlock: nothing has changed for", "mbarrier wait for parity 0 of the one at byte 0"],
+    "diverged": ["lanes of a warp meet at different places", "__ballot_sync", "__syncwarp"],
+    "no_mbarrier": ["the mbarrier at shared byte 16 was not made, or was overwritten"],
+    "endless": ["a lane runs without giving way"],
+    "behind_shared": ["an access to byte 4096 of 4096 bytes of shared memory"],
+    "behind_memory": ["byte 4096 of an allocation of 4096 bytes"],
+    "left_copy": ["block 0 ends under 1 bulk copies into its memory"],
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_named(program, name):
+    done = run(program, name, stall=500, alone=2)
+    assert done.returncode != 0
+    for text in MISTAKES[name]:
+        assert text in done.stderr
+    # the kernel and its line are named, by addr2line
+    assert f"kernel {name} at emulator_test.cpp:" in done.stderr
