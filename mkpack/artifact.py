@@ -14,12 +14,16 @@ import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from mkpack.container import MAX_ENTRIES, ZipWriter, names_problems
 from mkpack.digest import Digester, Progress, Verification
 from mkpack.errors import InternalError, UserError, combine, nearest, os_errors
 from mkpack.manifest import MANIFEST_NAME, Entry, Manifest, capped, shown
 from mkpack.store import FolderStore, Use, ZipStore, address
+
+if TYPE_CHECKING:
+    from mkpack.snapshot import SnapshotStore
 
 MAX_MANIFEST = 64 << 20  # bytes
 BLOCK = 4 << 20  # bytes in memory while an entry is copied
@@ -28,13 +32,20 @@ BLOCK = 4 << 20  # bytes in memory while an entry is copied
 class Artifact:
     """An opened artifact: its names and sizes agree with its manifest; its bytes are unchecked until verified."""
 
-    def __init__(self, path: Path, manifest: Manifest, manifest_bytes: bytes, store: ZipStore | FolderStore) -> None:
+    def __init__(
+        self, path: Path, manifest: Manifest, manifest_bytes: bytes, store: ZipStore | FolderStore | SnapshotStore
+    ) -> None:
         self.path = path
         self.manifest = manifest
         self._manifest_bytes = manifest_bytes
         self._store = store
         self._pinned: dict[str, memoryview] = {}
         self._verifications: list[Verification] = []
+
+    @property
+    def held(self) -> list[str]:
+        """The entries that this copy has: all of them, or of a repo those that were pulled."""
+        return [name for name in self.manifest.entries if name in self._store.names]
 
     @property
     def digest(self) -> str:

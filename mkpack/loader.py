@@ -26,6 +26,7 @@ from mkpack.errors import UserError, combine
 from mkpack.generation import STOP_REASONS, GenerateOptions, Generation, Job, Result, make_request
 from mkpack.manifest import KernelEntry, Manifest
 from mkpack.native import Library, NativeModel, Run
+from mkpack.repo import SCHEME
 from mkpack.spec import ModelSpec
 from mkpack.text import FILES, Decoder, Sampling, Text
 
@@ -50,7 +51,7 @@ def load(
     trust_kernel: str | None = None,
     rebuild_kernel: bool = False,
 ) -> Model:
-    """Loads an artifact (file or unpacked folder) for this machine.
+    """Loads an artifact for this machine: a file, an unpacked folder, or hf://org/name@revision, which is pulled first.
 
     target: the kernel to run, for instance "sm_90a" or "x86-64-v3", or "gpu" or "cpu" for the best of its kind; by
     default a kernel for this machine's GPU (the first that CUDA_VISIBLE_DEVICES leaves), else for its CPU. threads: default one for each core this process may use. context: KV cache positions, at most (and by default) the
@@ -66,7 +67,12 @@ def load(
     if rebuild_kernel and trust_kernel is not None:
         raise UserError("rebuild_kernel and trust_kernel contradict each other; give one of them")
     found: list[str] = []
-    artifact = open_artifact(os.fspath(path), found)
+    if (text := os.fspath(path)).startswith(SCHEME):
+        from mkpack.pull import pull  # a hub's side, which other loads do without
+
+        artifact, verify = pull(text, target=target, verify=verify).open(), False  # every byte is checked by now
+    else:
+        artifact = open_artifact(text, found)
     try:
         return _load(artifact, found, threads, context, verify, wait_limit, target, trust_kernel, rebuild_kernel)
     except BaseException:
@@ -96,7 +102,7 @@ def _load(
     if not wait_limit > 0:
         found.append(f"wait_limit {wait_limit}: expected seconds above 0")
     # Everything but the weights is checked here: the rest of the artifact is small, and none of it is exempt.
-    small = sorted(manifest.entries.keys() - {entry.path for entry in manifest.weights})
+    small = sorted(set(artifact.held) - {entry.path for entry in manifest.weights})
     damaged = {problem.split(": ")[0] for problem in found}
     content = {name: _read(artifact, name, found) for name in small if name not in damaged}
     if found or target is None:

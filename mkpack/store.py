@@ -19,7 +19,7 @@ from mkpack.manifest import MANIFEST_NAME, MAX_NAME, SIGNATURE_NAME, name_proble
 # What becomes of an entry's memory: read again and again; read once from one end to the other; not needed now, so that
 # it need not count as this process's (it is read again from the file when somebody looks).
 Use = Literal["stay", "pass", "drop"]
-_ADVICE: dict[Use, tuple[str, ...]] = {
+ADVICE: dict[Use, tuple[str, ...]] = {
     "stay": ("MADV_HUGEPAGE", "MADV_WILLNEED"),
     "pass": ("MADV_SEQUENTIAL",),
     "drop": ("MADV_DONTNEED",),
@@ -130,7 +130,7 @@ def _close(mapped: mmap.mmap) -> None:
 
 
 def _advise(mapped: mmap.mmap, start: int, length: int, use: Use) -> None:
-    for advice in _ADVICE[use]:  # hints: a kernel may not know them
+    for advice in ADVICE[use]:  # hints: a kernel may not know them
         if hasattr(mmap, advice):
             with contextlib.suppress(OSError):
                 mapped.madvise(getattr(mmap, advice), start, length)
