@@ -171,8 +171,7 @@ def _check_libraries() -> None:
 
 
 def _notes(todo: Plan, checkpoint: Checkpoint | Dummy) -> Iterator[str]:
-    if note := todo.tokenizer_note():
-        yield note
+    yield from todo.notes()
     if unused := checkpoint.unused(todo.roles):
         few = ", ".join(unused[:3]) + (", ..." if len(unused) > 3 else "")
         yield f"{len(unused)} tensors of the checkpoint are not part of the model and left out: {few}"

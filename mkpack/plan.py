@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from mkpack import platform, quality, schedule
+from mkpack import platform, prequantised, quality, schedule
 from mkpack.checkpoint import Checkpoint, is_aux
 from mkpack.errors import UserError, combine
 from mkpack.layout import Layout
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 # Resident size of Python and torch before any tensor, and once modelopt and the scratch of the quantiser's threads have
 # come, which is when the first tensor is quantised.
 TORCH_BYTES, MODELOPT_BYTES = 265 << 20, 510 << 20
-_DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 _LEGAL = ("LICEN", "NOTICE")
 
 
@@ -114,7 +113,7 @@ class Plan:
 
     def _group_bytes(self, group: list[TensorRole]) -> int:
         info = self.checkpoint.tensors if self.checkpoint else {}
-        read = sum(_elements(r) * (_DTYPE_BYTES[info[r.source].dtype] if r.source in info else 4) for r in group)
+        read = sum(prequantised.read_bytes(r, self.formats(r), info) for r in group)
         wide = {"f32": 4.0, "bf16": 2.0, "fp8": 1.0, "nvfp4": 0.5625}
         largest = max(_elements(r) * wide[fmt] for r in group for fmt in self.formats(r))
         if self.quality:
@@ -126,6 +125,16 @@ class Plan:
         if role.name == "embed" and self.spec.tie_word_embeddings and not self.layout.tied:
             return [self.layout.precision["embeddings"], self.layout.precision["lm_head"]]
         return [self.layout.format_of(role)]
+
+    def notes(self) -> list[str]:
+        """What to tell of the source: that it has no tokenizer, what becomes of matrices it holds quantised, and where
+        its metadata and its tensors disagree."""
+        lines = [] if (note := self.tokenizer_note()) is None else [note]
+        if isinstance(self.checkpoint, Checkpoint):
+            wanted = ((role, fmt) for role in self.roles for fmt in self.formats(role))
+            lines += prequantised.conversions(wanted, self.checkpoint.tensors)
+            lines += self.checkpoint.notes(self.roles)
+        return lines
 
     def tokenizer_note(self) -> str | None:
         """What to tell of a source without a tokenizer."""
@@ -157,6 +166,7 @@ class Plan:
                 "source": self.source,
                 "family": self.spec.family,
                 "tokenizer": self.tokenizer_note() is None,
+                "notes": self.notes(),
                 "tensors": len(self.roles),
                 "parameters": sum(map(_elements, self.roles)),
                 "precision": self.layout.precision,
@@ -195,10 +205,9 @@ class Plan:
         }
         if spec.tie_word_embeddings and not self.layout.tied:
             rows["head"] = "tied to the embedding, stored a second time because their precisions differ"
-        if note := self.tokenizer_note():
-            rows["note"] = note
         width = max(map(len, rows)) + 2
-        return "\n".join(f"{k:<{width}}{v}" for k, v in rows.items())
+        lines = [*rows.items(), *(("note", note) for note in self.notes())]
+        return "\n".join(f"{k:<{width}}{v}" for k, v in lines)
 
 
 def _elements(role: TensorRole) -> int:

@@ -14,13 +14,15 @@ The format follows from dtypes, shapes and the presence of scales alone; what co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from mkpack.errors import UserError
 from mkpack.shard import TensorInfo
-from mkpack.spec import SourcePart
+from mkpack.spec import Format, SourcePart, TensorRole
 
 if TYPE_CHECKING:
     import numpy as np
@@ -150,6 +152,44 @@ def _is(info: TensorInfo, dtypes: tuple[str, ...], *shapes: tuple[int, ...]) -> 
 def _grid(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
     """Shape of the scales when blocks of this size share one."""
     return tuple(-(-size // of) for size, of in zip(shape, block, strict=True))
+
+
+def conversions(wanted: Iterable[tuple[TensorRole, Format]], tensors: Mapping[str, TensorInfo]) -> list[str]:
+    """What becomes of quantised matrices in the formats that are wanted of them: a line for every way."""
+    counts: Counter[tuple[str, Scheme, Format]] = Counter()
+    total: Counter[str] = Counter()
+    for role, fmt in wanted:
+        if role.precision is None:
+            continue
+        total[role.precision] += 1
+        stored = find(role.source, tensors)
+        if stored is not None and stored.scheme != "plain":
+            counts[role.precision, stored.scheme, fmt] += 1
+    lines = []
+    for (precision, scheme, fmt), n in counts.items():
+        some_of = "" if n == total[precision] else f"{n} of {total[precision]} matrices are "
+        if scheme == fmt:
+            done = "and stay so, but for fp8 with scales of blocks" if fmt == "fp8" else "and taken over bit for bit"
+        elif scheme == "mxfp4" and fmt == "nvfp4":
+            done = "and written as nvfp4, without loss where exponents allow it"
+        elif scheme != "fp8" and fmt in ("bf16", "fp8"):
+            done = f"but the recipe says {fmt}: larger, and no better than {scheme}"
+        else:
+            done = f"and quantised again, to {fmt}"
+        lines.append(f"{precision}: {some_of}{scheme} in the source, {done}")
+    return lines
+
+
+def read_bytes(role: TensorRole, formats: Iterable[Format], tensors: Mapping[str, TensorInfo]) -> float:
+    """Memory that a matrix takes as it is read, with the float32 values where it has to be quantised again."""
+    elements = math.prod(role.shape)
+    stored = find(role.source, tensors)
+    if stored is None:
+        return elements * 4
+    if stored.scheme == "plain":
+        return elements * stored.weight.nbytes / max(math.prod(stored.weight.shape), 1)
+    target, width = ("fp8", 1.0) if stored.scheme == "fp8" else ("nvfp4", 0.5 + 1 / 16 + 4 / 16)
+    return elements * (width + (0 if all(fmt == target for fmt in formats) else 4))
 
 
 def load(
@@ -300,7 +340,9 @@ def _fp8(codes: np.ndarray, scale: np.ndarray, block: tuple[int, int], name: str
     if nan.any():
         raise UserError(f"{name}: {int(nan.sum())} of {codes.size} codes are NaN; {_AGAIN}")
     n, k = codes.shape
-    rows = np.broadcast_to(scale.reshape(1), (n,)) if scale.size == 1 else scale.reshape(-1) if scale.size == n else None
+    rows = (
+        np.broadcast_to(scale.reshape(1), (n,)) if scale.size == 1 else scale.reshape(-1) if scale.size == n else None
+    )
     if rows is not None and scale.shape in ((), (1,), (1, 1), (n,), (n, 1)):
         if ((rows == 0) & (codes & 0x7F).any(axis=1)).any():
             raise UserError(f"{name}: a scale is zero although codes are not, so that weights are lost; {_AGAIN}")

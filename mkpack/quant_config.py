@@ -95,9 +95,10 @@ def _weights(args: object) -> str:
     """Scheme of the weights of a group in compressed-tensors' words."""
     if not isinstance(args, dict):
         return "plain"
-    kind = (args.get("type"), args.get("num_bits"), args.get("group_size"))
-    known = {("float", 4, 16): "nvfp4", ("float", 4, 32): "mxfp4"}
-    return known.get(kind, "fp8" if kind[:2] == ("float", 8) else f"{kind[0]}{kind[1]}")
+    kind, bits, group = args.get("type"), args.get("num_bits"), args.get("group_size")
+    if kind == "float" and bits == 4:
+        return "mxfp4" if group == 32 else "nvfp4"
+    return "fp8" if kind == "float" and bits == 8 else f"{kind}{bits}"
 
 
 def _strings(value: object) -> list[str]:

@@ -24,6 +24,7 @@ from mkpack.errors import UserError
 from mkpack.formats import Prequantised, QTensor, dequantise, e2m1_values, source_values
 from mkpack.models import model_spec
 from mkpack.pack import unpack
+from mkpack.plan import groups, plan
 from mkpack.quantize import quantise, tensor_error, tensor_scale
 from mkpack.spec import SourcePart, TensorRole, tensors
 
@@ -241,6 +242,36 @@ def test_the_model_computes_what_its_quantised_checkpoint_says(plain, exported, 
         logits = model.step(prompt, len(prompt))
     expected = families.reference_logits(families.reference(plain, weights), prompt)
     assert builds.relative_error(logits, expected) < 2e-3
+
+
+@pytest.mark.parametrize(
+    ("experts", "said", "memory"),
+    [
+        ("nvfp4", "nvfp4 in the source, and taken over bit for bit", 2 * 0.8125 + 4 * 0.5625),
+        ("bf16", "nvfp4 in the source, but the recipe says bf16: larger, and no better than nvfp4", 2 * 4.8125 + 4 * 2),
+    ],
+)
+def test_a_plan_holds_the_recipe_against_what_the_source_is(exported, tmp_path, experts, said, memory):
+    recipe = builds.write_recipe(tmp_path / "recipe.yaml", exported, quantise={"experts": experts})
+    todo = plan(recipe)
+    assert todo.notes()[0] == f"experts: {said}" and f"experts: {said}" in todo.render()
+    assert json.loads(todo.to_json())["notes"] == todo.notes()
+    assert not any("attention" in note for note in todo.notes())
+    pair = next(group for group in groups(todo.roles) if len(group) == 2)
+    assert todo._group_bytes(pair) == 64 * 64 * memory
+
+
+def test_a_plan_tells_of_layers_that_differ(exported, tmp_path):
+    state = load_file(exported / "model.safetensors")
+    base = "model.layers.0.self_attn.q_proj"
+    q = quantise(state[f"{base}.weight"], "nvfp4")
+    state[f"{base}.weight"] = torch.from_numpy(q.data)
+    state[f"{base}.weight_scale"] = torch.from_numpy(q.scale).view(torch.float8_e4m3fn)
+    state[f"{base}.weight_scale_2"] = torch.from_numpy(q.scale2)
+    folder = quantised.write(exported, tmp_path / "q", state)
+    notes = plan(builds.write_recipe(tmp_path / "recipe.yaml", folder)).notes()
+    assert notes[0].startswith("attention: 1 of 8 matrices are nvfp4 in the source, but the recipe says bf16")
+    assert f"config.json says not quantised, the tensors are nvfp4 and are believed: 1 matrices, {base}" in notes
 
 
 # -- MXFP4 whose exponents are too far apart --------------------------------------------------------------------------
