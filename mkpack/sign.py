@@ -12,6 +12,7 @@ import contextlib
 import getpass
 import json
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -97,7 +98,9 @@ def sign(
     with _errors(f"cannot sign {artifact}", hint):
         if key and certificate:
             signing.use_certificate_signer(
-                private_key=_readable(key), signing_certificate=_readable(certificate), certificate_chain=chain
+                private_key=_readable(key),
+                signing_certificate=_readable(certificate),
+                certificate_chain=chain or [certificate],  # the library cannot have none
             )
         elif key:
             signing.use_elliptic_key_signer(private_key=_readable(key), password=_password(key))
@@ -221,7 +224,8 @@ def _errors(title: str, hint: str) -> Iterator[None]:
     except Exception as e:
         text = str(e)
         if text.startswith("Signature mismatch"):
-            text = "it signs other bytes: " + text.removeprefix("Signature mismatch: ").strip("[]")
+            found = re.findall(r"Hash mismatch for '([^']*)'|(?:Extra|Missing) files [^:]*: ([^'\"]*)", text)
+            text = f"it signs others than these files or bytes: {shown(', '.join(a or b for a, b in found))}"
         elif text.startswith("Key mismatch"):
             text = "another key made it"
         elif type(e).__name__ == "InvalidSignature":
