@@ -16,6 +16,7 @@ from pathlib import Path
 from mkpack.checkpoint import INDEX, SINGLE, index_shards, is_aux
 from mkpack.errors import UserError, combine
 from mkpack.hub_client import (
+from mkpack.quant_config import HF_QUANT_CONFIG
     COMMIT,
     check_disk,
     client_errors,
@@ -71,7 +72,7 @@ def _online(repo: str, revision: str, cache: Path, weights: bool) -> SourceSnaps
     def get(name: str, *, again: bool = False) -> Path:
         return Path(hf_hub_download(repo, name, revision=commit, cache_dir=cache, force_download=again))
 
-    names = {"config.json", *(n for n in listed if n == "README.md" or is_aux(n))}
+    names = {"config.json", *(n for n in listed if n in ("README.md", HF_QUANT_CONFIG) or is_aux(n))}
     if "config.json" not in listed:
         raise UserError(f"source {repo} at {commit}: no config.json, so this is not a checkpoint of a model")
 

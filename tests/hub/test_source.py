@@ -48,6 +48,7 @@ def sharded() -> dict[str, bytes]:
         "tokenizer_config.json": b'{"legacy": true}',
         "special_tokens_map.json": b'{"eos_token": "</s>"}',
         "chat_template.jinja": b"{{ messages }}",
+        "hf_quant_config.json": b'{"quantization": {}}',
         "LICENSE": b"Apache",
         "README.md": b"---\nlicense: apache-2.0\n---\n",
         INDEX: index(SHARD_1, SHARD_2),
