@@ -16,7 +16,6 @@ from pathlib import Path
 from mkpack.checkpoint import INDEX, SINGLE, index_shards, is_aux
 from mkpack.errors import UserError, combine
 from mkpack.hub_client import (
-from mkpack.quant_config import HF_QUANT_CONFIG
     COMMIT,
     check_disk,
     client_errors,
@@ -27,6 +26,7 @@ from mkpack.quant_config import HF_QUANT_CONFIG
     repo_folder,
     wrong_sizes,
 )
+from mkpack.quant_config import HF_QUANT_CONFIG
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
