@@ -79,9 +79,12 @@ def _limits(spec: ModelSpec, tp: int) -> Iterator[tuple[str, object, object]]:
     if dense := [i for i, layer in enumerate(spec.layers) if not layer.moe]:
         yield f"mlp of layers {_few(dense)}", "dense", "experts in every layer"
     yield from _features(spec)
-    for name, value, takes in sorted({f for layer in spec.layers for f in _features(layer, taken=("sliding_window",))}):
-        found = [i for i, layer in enumerate(spec.layers) if str(getattr(layer, name)) == value]
-        yield f"{name} of layers {_few(found)}", value, takes
+    found: dict[tuple[str, str, str], list[int]] = {}
+    for i, layer in enumerate(spec.layers):
+        for feature in _features(layer, taken=("sliding_window",)):
+            found.setdefault(feature, []).append(i)
+    for (name, value, takes), layers in found.items():
+        yield f"{name} of layers {_few(layers)}", value, takes
 
 
 def _features(
