@@ -174,7 +174,7 @@ class CudaLayout:
         for role in tensors(spec, SourceNames()):
             for section in self._homes(role.name):
                 names.setdefault(section, []).append(role.name)
-        dense_rows = layers * (self.qkv_rows + spec.q_size)  # of hidden columns; that of the output are q_size
+        dense_rows = layers * (self.qkv_rows + spec.q_size)  # the output projection counted as its transpose
         rows: dict[str, tuple[Format, int, int, int]] = {  # format, rows, columns, bytes
             "dense": (precision["attention"], dense_rows, hidden, layers * self.dense_layer_bytes),
             "head": (precision["lm_head"], spec.vocab_size, hidden, self.head_bytes),
