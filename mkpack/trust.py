@@ -28,7 +28,7 @@ from mkpack.manifest import Manifest, shown
 from mkpack.sign import Signer
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_PEM = re.compile(rb"-----BEGIN ([A-Z ]+)-----\s+([A-Za-z0-9+/=\s]+?)-----END \1-----")
+_PEM = re.compile(rb"-----BEGIN ([A-Z0-9 ]+)-----\s+([A-Za-z0-9+/=\s]+?)-----END \1-----")
 _EC = bytes.fromhex("06072a8648ce3d0201")  # DER of the object identifier of elliptic curve keys
 _HOW = {"built": "built here", "rebuilt": "rebuilt here, same bytes", "allowed": "allowed"}
 
