@@ -43,6 +43,19 @@ __device__ __forceinline__ ulonglong2 load_relaxed_2(const uint64_t* p) {
   const volatile uint64_t* v = p;
   return {v[0], v[1]};
 }
+__device__ __forceinline__ void add_release(uint32_t* p, uint32_t v) {
+  emulator::release(p);
+  *(volatile uint32_t*)p = *(volatile uint32_t*)p + v;
+}
+__device__ __forceinline__ uint32_t load_acquire(const uint32_t* p) {
+  emulator::polled(p, 4);
+  emulator::acquire(p);
+  return *(const volatile uint32_t*)p;
+}
+__device__ __forceinline__ void store_system(int32_t* p, int32_t v) {
+  emulator::release(p);
+  *(volatile int32_t*)p = v;
+}
 __device__ __forceinline__ uint64_t global_nanoseconds() { return emulator::nanoseconds(); }
 
 // ---- warps ---------------------------------------------------------------------------------------------------------
@@ -54,6 +67,7 @@ template <int kId, int kThreads>
 __device__ __forceinline__ void barrier_arrive() {
   emulator::barrier(kId, kThreads, false);
 }
+__device__ __forceinline__ void group_sync(int id, int threads) { emulator::barrier(id, threads, true); }
 template <int kRegisters>
 __device__ __forceinline__ void registers_decrease() {}
 template <int kRegisters>

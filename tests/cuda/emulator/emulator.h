@@ -90,6 +90,8 @@ EMULATOR_API bool mbarrier_try_wait(uint32_t bar, uint32_t parity);
 EMULATOR_API void bulk_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t bar);
 EMULATOR_API void bulk_prefetch(const void* from, uint32_t bytes);
 EMULATOR_API void store_later(uint64_t* to, uint64_t value);
+EMULATOR_API void release(const void* to);  // before a store or an atomic that publishes what came before it
+EMULATOR_API void acquire(const void* from);  // before a load that makes visible what was published with its value
 EMULATOR_API void polled(const void* from, size_t bytes);  // before a relaxed load
 
 // Runs the kernel's body once for every lane. together: all blocks are resident, as in a cooperative launch; otherwise

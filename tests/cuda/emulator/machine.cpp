@@ -582,6 +582,19 @@ void store_later(uint64_t* to, uint64_t value) {
   last = due;
   add({(uint8_t*)to, nullptr, value, 8, 0, nullptr}, due);
 }
+// What anybody stored before is visible before the releasing store is.
+void release(const void*) {
+  for (std::vector<Event>& events : machine.events) {
+    std::erase_if(events, [](const Event& e) {
+      if (e.from) return false;
+      *(uint64_t*)e.to = e.value;
+      machine.pending--;
+      return true;
+    });
+  }
+  progress();
+}
+void acquire(const void*) {}
 void polled(const void* from, size_t bytes) {
   if ((uintptr_t)from % bytes) fail("a load of %zu bytes from %p", bytes, from);
   Lane& l = *machine.running;
