@@ -214,9 +214,8 @@ def load(
         weight, scale = weight.entry(part.index), scale.entry(part.index)
         name = f"{name}[{part.index}]"
     if stored.scheme == "fp8":
-        floats = _floats(read(scale), scale.dtype).reshape(scale.shape)
-        if not (np.isfinite(floats).all() and (floats >= 0).all()):
-            raise UserError(f"{name}: a scale in {scale.name} is NaN, Inf or negative; {_AGAIN}")
+        floats = to_floats(read(scale), scale.dtype).reshape(scale.shape)
+        check_factors(floats, name)
         return _fp8(read(weight).reshape(weight.shape), floats, block, name)
     # The blocks of MXFP4 may have a dimension of their own.
     codes, scales = (read(t).reshape(t.shape[0], -1) for t in (weight, scale))
@@ -243,8 +242,7 @@ def nvfp4(
     from mkpack.formats import Prequantised, QTensor, e4m3_to_f32
 
     factor = np.float32(factor)
-    if not (np.isfinite(factor) and factor > 0 and np.isfinite(np.float32(1) / factor)):
-        raise UserError(f"{name}: its scale for the whole matrix is {factor:g}, expected a number above 0; {_AGAIN}")
+    check_factor(factor, name)
     check_scales(codes, scale, name)
     values = e4m3_to_f32(scale)
     # compressed-tensors divides. The artifact multiplies, by a reciprocal that float32 may have to round.
@@ -253,13 +251,27 @@ def nvfp4(
     return Prequantised(QTensor("nvfp4", shape, codes, scale, scale2.reshape(1)), codes, factors)
 
 
-def check_scales(codes: np.ndarray, scale: np.ndarray, name: str) -> None:
-    """UserError for NVFP4 block scales that are NaN or negative, and for those that lost their block's weights."""
-    bad = {
-        "NaN": (scale & 0x7F) == 0x7F,
-        "negative": (scale >= 0x80) & (scale != 0xFF),
-        "zero although the codes of the block are not, so that its weights are lost": lost_blocks(codes, scale),
-    }
+def check_factor(factor: np.float32, name: str) -> None:
+    """UserError for a scale of a whole NVFP4 matrix (or its divisor) that is NaN, Inf, negative or as good as zero."""
+    if not (0 < factor < math.inf and float(factor) >= 2.0**-126):
+        raise UserError(f"{name}: its scale for the whole matrix is {factor:g}, expected a number above 0; {_AGAIN}")
+
+
+def check_factors(factors: np.ndarray, name: str) -> None:
+    """UserError for fp8 scales (float32) that are NaN, Inf or negative."""
+    import numpy as np
+
+    bad = ~np.isfinite(factors) | (factors < 0)
+    if bad.any():
+        raise UserError(f"{name}: {int(bad.sum())} of {bad.size} scales are NaN, Inf or negative; {_AGAIN}")
+
+
+def check_scales(codes: np.ndarray | None, scale: np.ndarray, name: str) -> None:
+    """UserError for NVFP4 block scales that are NaN or negative, and for those that lost their block's weights (which
+    only matters where a scale is zero; codes may be None elsewhere)."""
+    bad = {"NaN": (scale & 0x7F) == 0x7F, "negative": (scale >= 0x80) & (scale != 0xFF)}
+    if codes is not None:
+        bad["zero although the codes of the block are not, so that its weights are lost"] = lost_blocks(codes, scale)
     found = [
         f"{int(where.sum())} of {scale.size} block scales are {what}" for what, where in bad.items() if where.any()
     ]
@@ -359,7 +371,8 @@ def _fp8(codes: np.ndarray, scale: np.ndarray, block: tuple[int, int], name: str
     return values
 
 
-def _floats(raw: np.ndarray, dtype: str) -> np.ndarray:
+def to_floats(raw: np.ndarray, dtype: str) -> np.ndarray:
+    """The bytes of an F32, F16 or BF16 tensor as float32 [n]."""
     import numpy as np
 
     if dtype == "BF16":

@@ -40,8 +40,7 @@ class Claim:
 def claims(config: Mapping[str, Any], hf_quant_config: Mapping[str, Any] | None) -> list[Claim]:
     """Every claim there is, of config.json and of hf_quant_config.json. What cannot be understood claims nothing."""
     found = []
-    section = config.get("quantization_config") or config.get("compression_config")
-    if isinstance(section, dict):
+    if section := _section(config):
         found.append(_claim("config.json", section))
     inner = (hf_quant_config or {}).get("quantization")
     if isinstance(inner, dict):
@@ -51,11 +50,20 @@ def claims(config: Mapping[str, Any], hf_quant_config: Mapping[str, Any] | None)
 
 def fp8_block(config: Mapping[str, Any]) -> tuple[int, int]:
     """Rows and columns that share a scale in fp8-block checkpoints: weight_block_size, by default 128 by 128."""
-    section = config.get("quantization_config")
-    sizes = section.get("weight_block_size") if isinstance(section, dict) else None
+    sizes = _section(config).get("weight_block_size")
     if isinstance(sizes, list) and len(sizes) == 2 and all(type(n) is int and n > 0 for n in sizes):
         return sizes[0], sizes[1]
     return FP8_BLOCK
+
+
+def _section(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The section on quantisation, which some checkpoints keep with the text model's keys; {} when there is none."""
+    inner = config.get("text_config")
+    for place in (config, inner if isinstance(inner, dict) else {}):
+        for key in ("quantization_config", "compression_config"):
+            if isinstance(section := place.get(key), dict):
+                return section
+    return {}
 
 
 def _claim(where: str, section: Mapping[str, Any]) -> Claim:
