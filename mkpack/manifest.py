@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Final, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
@@ -13,7 +13,7 @@ from mkpack import __version__
 from mkpack.errors import UserError, combine
 from mkpack.spec import Format, ModelSpec, Precision
 
-FORMAT_VERSION = 2
+FORMAT_VERSION: Final = 2
 MANIFEST_NAME = "manifest.json"
 SIGNATURE_NAME = "model.sig"  # beside the entries of a folder; it cannot be one, since it signs the list of them
 LayoutName = Literal["cpu", "cuda"]  # how weights lie in their blobs; every kernel reads one of them
@@ -233,7 +233,7 @@ class Manifest(_Frozen):
 
     def to_bytes(self) -> bytes:
         """The one JSON text of this manifest: sorted keys, so equal manifests give equal bytes."""
-        return (json.dumps(self.model_dump(), sort_keys=True, indent=1, allow_nan=False) + "\n").encode()
+        return to_text(self.model_dump())
 
     @classmethod
     def parse(cls, data: bytes, where: str) -> Manifest:
@@ -254,6 +254,11 @@ class Manifest(_Frozen):
         except (ValidationError, RecursionError) as e:
             problems = _problems(e) if isinstance(e, ValidationError) else ["nested too deeply"]
             raise combine(f"{where} is not a valid manifest (rebuild the artifact)", problems) from e
+
+
+def to_text(manifest: dict[str, Any]) -> bytes:
+    """manifest.json of these fields."""
+    return (json.dumps(manifest, sort_keys=True, indent=1, allow_nan=False) + "\n").encode()
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

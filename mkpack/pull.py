@@ -36,6 +36,7 @@ from mkpack.hub_client import (
     wrong_sizes,
 )
 from mkpack.manifest import MANIFEST_NAME, SIGNATURE_NAME, Manifest, capped
+from mkpack.progress_bar import progress_bar
 from mkpack.repo import RepoFile, digests, files, needed, parse, ranks_problem
 from mkpack.sign import MAX_SIGNATURE
 from mkpack.snapshot import Mapping, SnapshotStore
@@ -259,7 +260,7 @@ class _Source:
         with os_errors(f"read the cache {self.folder}"):
             views = {f.path: Mapping(self.folder, [f]).view() if f.size else memoryview(b"") for f in chosen}
         items = {file.path: (digests(manifest, file), views[file.path]) for file in chosen}
-        with _bar(self._progress, sum(file.size for file in chosen)) as advance:
+        with progress_bar("checking", self._progress and bool(chosen)) as advance:
             problems = Verification(self.name, items, progress=advance).problems()
         return {problem.split(": ")[0]: problem for problem in problems}
 
@@ -286,18 +287,3 @@ def _is_blob(path: Path) -> bool:
     name, data = os.path.basename(os.readlink(path)), path.read_bytes()
     git = hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
     return name in (git, hashlib.sha256(data).hexdigest()) or not COMMIT.fullmatch(name[:40])
-
-
-@contextmanager
-def _bar(shown: bool, total: int):  # type: ignore[no-untyped-def]
-    """progress(done, total) that draws a bar on standard error, or nothing."""
-    if not shown or not total:
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
-    columns = (TextColumn("checking"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("", total=total)
-        yield lambda done, _: progress.update(task, completed=done)
