@@ -211,6 +211,26 @@ app.add_typer(cli_trust.trust, name="trust")
 
 
 @app.command()
+def audit(
+    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A folder in the Hugging Face format.")],
+    json: AsJson = False,
+) -> None:
+    """Show what a checkpoint holds and what of it a build would refuse; exit code 1 when it would. Builds nothing."""
+    from rich.progress import track
+
+    from mkpack import audit as audits
+
+    found = audits.audit(
+        checkpoint, lambda items, title: track(items, title, console=_console(), transient=True, disable=json)
+    )
+    if json:
+        typer.echo(found.to_json())
+    else:
+        audits.show(found)
+    raise typer.Exit(found.exit_code)
+
+
+@app.command()
 def unpack(
     artifact: Artifact,
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A folder that does not exist yet, or is empty.")],

@@ -356,8 +356,7 @@ def _fp8(codes: np.ndarray, scale: np.ndarray, block: tuple[int, int], name: str
         np.broadcast_to(scale.reshape(1), (n,)) if scale.size == 1 else scale.reshape(-1) if scale.size == n else None
     )
     if rows is not None and scale.shape in ((), (1,), (1, 1), (n,), (n, 1)):
-        if ((rows == 0) & (codes & 0x7F).any(axis=1)).any():
-            raise UserError(f"{name}: a scale is zero although codes are not, so that weights are lost; {_AGAIN}")
+        _check_lost(codes, np.asarray(rows)[:, None], name)
         rows = np.array(rows, np.float32)  # of its own: a broadcast is read-only
         return Prequantised(QTensor("fp8", (n, k), codes, None, rows), codes, rows[:, None])
 
@@ -367,8 +366,15 @@ def _fp8(codes: np.ndarray, scale: np.ndarray, block: tuple[int, int], name: str
     values = torch.from_numpy(codes).view(torch.float8_e4m3fn).float()
     columns = torch.from_numpy(scale).repeat_interleave(width, dim=1)[:, :k]
     for i, factors in enumerate(columns):
+        _check_lost(codes[i * height : (i + 1) * height], factors.numpy(), name)
         values[i * height : (i + 1) * height] *= factors
     return values
+
+
+def _check_lost(codes: np.ndarray, factors: np.ndarray, name: str) -> None:
+    """UserError for fp8 codes that are not zero, with a factor that is."""
+    if (factors == 0).any() and ((factors == 0) & ((codes & 0x7F) != 0)).any():
+        raise UserError(f"{name}: a scale is zero although codes are not, so that weights are lost; {_AGAIN}")
 
 
 def to_floats(raw: np.ndarray, dtype: str) -> np.ndarray:
