@@ -79,7 +79,7 @@ class BenchResult:
 
 
 def run(
-    path: Path, *, target: str | None = None, threads: int | None = None, contexts: Sequence[int] | None = None
+    path: Path | str, *, target: str | None = None, threads: int | None = None, contexts: Sequence[int] | None = None
 ) -> BenchResult:
     """Measures an artifact. target, threads: as load() takes them. contexts: positions in the cache when decoding starts.
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mkpack import __version__, cli_trust
+from mkpack import __version__, cli_hub, cli_trust
 from mkpack.errors import InternalError, UserError
 
 if TYPE_CHECKING:
@@ -26,6 +26,10 @@ app = typer.Typer(
 )
 
 Artifact = Annotated[Path, typer.Argument(metavar="ARTIFACT", help="NAME.mkpack, or the folder it was unpacked to.")]
+# Not a Path, which would make hf:/org/name of hf://org/name.
+ArtifactOrRepo = Annotated[
+    str, typer.Argument(metavar="ARTIFACT|ORG/NAME", help="An artifact, or a repo on the hub: ORG/NAME[@REVISION].")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="Worker threads. [default: one per core]")]
 Target = Annotated[
@@ -122,7 +126,7 @@ def build(
 
 @app.command()
 def run(
-    artifact: Artifact,
+    artifact: ArtifactOrRepo,
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="The prompt.")] = None,
     prompt_file: Annotated[
         str | None, typer.Option(metavar="FILE", help="Read the prompt from a file, - is standard input.")
@@ -157,6 +161,7 @@ def run(
     """Answer a prompt, or hold a conversation on a terminal."""
     import mkpack
     from mkpack import session
+    from mkpack.repo import located
 
     if greedy and temperature:
         raise UserError(f"--greedy and --temperature {temperature:g} contradict each other; give one of them")
@@ -174,7 +179,7 @@ def run(
     options = session.Options(raw, system, stats, json, sampling)
     text = session.find_prompt(prompt, prompt_file)
     with mkpack.load(
-        artifact,
+        located(artifact),
         target=target,
         threads=threads,
         context=context,
@@ -192,19 +197,19 @@ def run(
 
 @app.command()
 def inspect(
-    artifact: Artifact,
+    artifact: ArtifactOrRepo,
     tensors: Annotated[bool, typer.Option("--tensors", help="Also where each tensor lies.")] = False,
     json: AsJson = False,
 ) -> None:
     """Show what an artifact holds; runs nothing of it."""
     from mkpack import describe
-    from mkpack.artifact import open_artifact
 
-    with open_artifact(artifact) as opened:
-        show = describe.to_json if json else describe.describe
-        typer.echo(show(opened.manifest, tensors))
+    show = describe.to_json if json else describe.describe
+    typer.echo(show(describe.manifest_of(artifact), tensors))
 
 
+app.command()(cli_hub.push)
+app.command()(cli_hub.pull)
 app.command()(cli_trust.verify)
 app.command()(cli_trust.sign)
 app.add_typer(cli_trust.trust, name="trust")
@@ -264,7 +269,7 @@ def graph(
 
 @app.command()
 def bench(
-    artifact: Artifact,
+    artifact: ArtifactOrRepo,
     target: Target = None,
     threads: Threads = None,
     context: Annotated[
@@ -274,8 +279,9 @@ def bench(
 ) -> None:
     """Measure speed beside the bound of this machine's memory."""
     from mkpack import bench as benchmark
+    from mkpack.repo import located
 
-    result = benchmark.run(artifact, target=target, threads=threads, contexts=context)
+    result = benchmark.run(located(artifact), target=target, threads=threads, contexts=context)
     typer.echo(result.to_json() if json else result.render())
 
 

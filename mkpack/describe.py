@@ -10,12 +10,24 @@ from typing import Any
 
 from mkpack.artifact import open_artifact
 from mkpack.manifest import Entry, LayoutName, Manifest
+from mkpack.repo import located
 from mkpack.spec import ModelSpec
 
 
 def describe(manifest: Manifest, tensors: bool = False) -> str:
     """What `mkpack inspect` prints; with `tensors` also the section table with offsets."""
     return "\n".join(_lines(manifest, tensors))
+
+
+def manifest_of(artifact: str) -> Manifest:
+    """The manifest of an artifact, or of a repo on the hub, of which nothing else is downloaded."""
+    where = located(artifact)
+    if isinstance(where, str):
+        from mkpack.pull import pull_manifest
+
+        return pull_manifest(where).manifest
+    with open_artifact(where) as opened:
+        return opened.manifest
 
 
 def to_json(manifest: Manifest, tensors: bool = False) -> str:
@@ -83,8 +95,7 @@ def _lines(m: Manifest, tensors: bool) -> Iterator[str]:
     for layout, sections in m.sections.items() if tensors else ():
         yield from ("", f"{layout} sections (offset, bytes, format, rows x columns, tensors):")
         yield from _table(
-            (s.name, f"{s.offset:#x}", str(s.nbytes), s.format, f"{s.rows}x{s.cols}", _few(s.tensors))
-            for s in sections
+            (s.name, f"{s.offset:#x}", str(s.nbytes), s.format, f"{s.rows}x{s.cols}", _few(s.tensors)) for s in sections
         )
 
 

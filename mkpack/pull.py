@@ -9,6 +9,7 @@ Nothing here loads native code.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -57,6 +58,14 @@ class Pulled:
     manifest: Manifest
     target: str | None
     files: tuple[RepoFile, ...]
+
+    def render(self) -> str:
+        size = sum(file.size for file in self.files)
+        return f"{self.repo}@{self.commit}: {self.target}, {len(self.files)} files, {size:,} bytes in {self.folder}"
+
+    def to_json(self) -> str:
+        document = {"repo": self.repo, "commit": self.commit, "target": self.target, "folder": str(self.folder)}
+        return json.dumps(document | {"files": {file.path: file.size for file in self.files}}, indent=2)
 
     def open(self) -> Artifact:
         """The artifact, of which it has only the entries that were pulled."""

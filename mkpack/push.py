@@ -7,6 +7,7 @@ and the next push finds the content that had arrived and sends only the rest.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -31,6 +32,16 @@ class Pushed:
 
     plan: Plan
     commit: str
+
+    def render(self) -> str:
+        lines = [f"note      {note}" for note in self.plan.notes]
+        if self.plan.is_done:
+            return "\n".join([f"{self.plan.repo}@{self.commit} is up to date", *lines])
+        sent = f"{len(self.plan.uploads)} files, {sum(self.plan.uploads.values()):,} bytes"
+        return "\n".join([f"{self.plan.repo}@{self.commit}: {sent}", *lines, f"run it:   mkpack run {self.plan.repo}"])
+
+    def to_json(self) -> str:
+        return json.dumps({"commit": self.commit, **json.loads(self.plan.to_json())}, indent=2)
 
 
 def plan(

@@ -102,16 +102,16 @@ def parse(reference: str) -> tuple[str, str]:
     return repo, revision or DEFAULT_REVISION
 
 
-def located(text: str) -> str:
-    """A command's ARTIFACT: a path as it is; a repo, which looks like ORG/NAME and is no path, as hf://ORG/NAME."""
-    if text.startswith(SCHEME):
-        parse(text)
-        return text
-    repo = text.partition("@")[0]
-    if os.path.lexists(text) or not _REPO.fullmatch(repo) or repo.endswith(".mkpack") or Path(repo).parent.is_dir():
-        return text
+def located(text: str) -> Path | str:
+    """A command's ARTIFACT: a path; or hf://ORG/NAME of a repo, which looks like ORG/NAME and is no path, nor could be
+    one that was mistyped (it ends in .mkpack, or a folder ORG lies here)."""
+    repo = text.removeprefix(SCHEME).partition("@")[0]
+    if not text.startswith(SCHEME) and (
+        os.path.lexists(text) or not _REPO.fullmatch(repo) or repo.endswith(".mkpack") or Path(repo).parent.is_dir()
+    ):
+        return Path(text)
     parse(text)
-    return SCHEME + text
+    return text if text.startswith(SCHEME) else SCHEME + text
 
 
 def ranks_problem(manifest: Manifest, ranks: Sequence[int]) -> str | None:

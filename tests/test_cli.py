@@ -22,7 +22,21 @@ from mkpack.errors import InternalError, UserError
 
 ROOT = Path(__file__).parent.parent
 NO_TRUST = {"trust_kernel": None, "rebuild_kernel": False}
-COMMANDS = ["build", "run", "inspect", "verify", "sign", "trust", "unpack", "graph", "bench", "eval", "doctor"]
+COMMANDS = [
+    "build",
+    "run",
+    "inspect",
+    "verify",
+    "sign",
+    "trust",
+    "push",
+    "pull",
+    "unpack",
+    "graph",
+    "bench",
+    "eval",
+    "doctor",
+]
 
 
 class FakeGeneration:
