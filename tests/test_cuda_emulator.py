@@ -17,6 +17,12 @@ def program(tmp_path_factory):
     return emulator.build(TEST, tmp_path_factory.mktemp("emulator") / "test")
 
 
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory):
+    """The same, with every access looked at for races."""
+    return emulator.build(TEST, tmp_path_factory.mktemp("races") / "test", races=True)
+
+
 def run(program, *arguments, **settings):
     environment = {**os.environ, **{f"MK_EMULATOR_{name.upper()}": str(value) for name, value in settings.items()}}
     return subprocess.run([program, *arguments], capture_output=True, text=True, env=environment, timeout=120)
@@ -53,3 +59,28 @@ def test_mistakes_are_named(program, name):
         assert text in done.stderr
     # the kernel and its line are named, by addr2line
     assert f"kernel {name} at emulator_test.cpp:" in done.stderr
+
+
+def test_no_race_where_there_is_none(watched):
+    done = run(watched, seed=4)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "0 failures\n", "")
+
+
+RACES = {
+    "race_of_lanes": [
+        "the read by block 0, warp 0",
+        "is not ordered after the write by block 0, warp 0",
+        "shared memory",
+    ],
+    "race_of_warps": ["byte 0 of shared memory", "is not ordered after the read by block 0, warp 1, lane 0"],
+    "race_of_blocks": ["byte 16 of an allocation", "the read by block 1", "after the write by block 0, warp 0, lane 0"],
+    "race_with_copy": ["byte 130 of shared memory", "a bulk copy of block 0"],
+}
+
+
+@pytest.mark.parametrize("name", RACES)
+def test_races_are_named(watched, name):
+    done = run(watched, name)
+    assert done.returncode != 0 and "emulator: race at" in done.stderr
+    for text in [*RACES[name], f"{name} at emulator_test.cpp:"]:
+        assert text in done.stderr

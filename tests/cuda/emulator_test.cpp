@@ -149,7 +149,9 @@ __global__ void counters(uint32_t* c) {
   atomicMax(&c[1], threadIdx.x);
   while (atomicCAS(&c[2], 0u, 1u)) {  // a lock
   }
+  __threadfence();
   c[3] = c[3] + 1;
+  __threadfence();
   atomicExch(&c[2], 0u);
   const uint64_t before = global_nanoseconds();
   __nanosleep(5000);
@@ -241,8 +243,57 @@ __global__ void left_copy(const uint8_t* p) {
   bulk_copy(smem_address(raw) + 128, p, 128, smem_address(raw), 0);
 }
 
+// Races, which only a build with -fsanitize=thread sees.
+__global__ void race_of_lanes() {
+  MK_DYNAMIC_SHARED(raw);
+  ((int*)raw)[threadIdx.x] = 1;
+  const int next = __shfl_sync(~0u, (int)threadIdx.x, (int)threadIdx.x + 1);  // orders nothing
+  if (((volatile int*)raw)[0] < 9 && ((int*)raw)[next] == 5) __nanosleep(1);
+}
+__global__ void race_of_warps() {
+  MK_DYNAMIC_SHARED(raw);
+  int* word = (int*)raw;
+  for (int i = 0; i < 2; i++) {
+    if (threadIdx.x == 0) word[0] = i;
+    __syncthreads();
+    if (threadIdx.x == 32 && word[0] == 5) __nanosleep(1);  // and then the next write
+  }
+}
+__global__ void race_of_blocks(uint64_t* words) {
+  if (blockIdx.x == 0 && threadIdx.x == 0) words[2] = 7;
+  __syncthreads();
+  if (threadIdx.x == 0) store_relaxed(words, 1);  // add_release would order it
+  while (blockIdx.x && !__all_sync(~0u, load_relaxed(words) == 1)) {
+  }
+  if (blockIdx.x && words[2] == 5) __nanosleep(1);
+}
+__global__ void race_with_copy(const uint8_t* p) {
+  MK_DYNAMIC_SHARED(raw);
+  const uint32_t full = smem_address(raw), empty = full + 8, page = full + 128;
+  if (threadIdx.x == 0) {
+    mbarrier_init(full, 1);
+    mbarrier_init(empty, 1);
+  }
+  __syncthreads();
+  for (uint32_t i = 0; i < 2; i++) {
+    if (threadIdx.x == 0) {
+      mbarrier_wait(empty, i ^ 1);
+      mbarrier_expect_bytes(full, 128);
+      bulk_copy(page, p, 128, full, 0);
+    } else if (threadIdx.x == 32) {
+      mbarrier_wait(full, i);
+      mbarrier_arrive(empty);  // too early
+      if (raw[130] == 5) __nanosleep(1);
+    }
+  }
+}
+
 static void mistake(const std::string& name) {
   uint64_t* words = device_words(512);
+  if (name == "race_of_lanes") run(1, 32, 128, race_of_lanes);
+  if (name == "race_of_warps") run(1, 64, 64, race_of_warps);
+  if (name == "race_of_blocks") run(2, 32, 0, race_of_blocks, words);
+  if (name == "race_with_copy") run(1, 64, 256, race_with_copy, (const uint8_t*)words);
   if (name == "forgotten_barrier") run(2, 96, 0, forgotten_barrier);
   if (name == "forgotten_store") run(2, 32, 0, forgotten_store, words);
   if (name == "forgotten_copy") run(1, 64, 64, forgotten_copy);
@@ -275,8 +326,8 @@ int main(int argc, char** argv) {
     CHECK(cudaFree(words) == cudaSuccess);
   }
   uint32_t* c = (uint32_t*)device_words(2);
-  run(3, 64, 0, counters, c);
-  CHECK(c[0] == 384 && c[1] == 63 && c[2] == 0 && c[3] == 192);
+  run(2, 32, 0, counters, c);
+  CHECK(c[0] == 128 && c[1] == 31 && c[2] == 0 && c[3] == 64);
   int* log = (int*)device_words(2);
   void* args[] = {&log};
   CHECK(cudaLaunchKernel(one_block_after_another, 4, 32, args, 0, nullptr) == cudaSuccess);

@@ -11,7 +11,6 @@
 #define __host__
 #define __global__
 #define __forceinline__ inline __attribute__((always_inline))
-#define __noinline__ __attribute__((noinline))
 #define __launch_bounds__(...)
 #define __grid_constant__
 #define __constant__ static const
@@ -92,6 +91,8 @@ EMULATOR_API void bulk_prefetch(const void* from, uint32_t bytes);
 EMULATOR_API void store_later(uint64_t* to, uint64_t value);
 EMULATOR_API void release(const void* to);  // before a store or an atomic that publishes what came before it
 EMULATOR_API void acquire(const void* from);  // before a load that makes visible what was published with its value
+EMULATOR_API void fence();
+EMULATOR_API void atomic(const void* p);  // a relaxed read and write there
 EMULATOR_API void polled(const void* from, size_t bytes);  // before a relaxed load
 
 // Runs the kernel's body once for every lane. together: all blocks are resident, as in a cooperative launch; otherwise
@@ -111,9 +112,9 @@ constexpr int warpSize = 32;
 // Macros and always-inlined functions, so that the machine sees the kernel's address as its caller.
 __forceinline__ void __syncthreads() { emulator::sync_block(); }
 __forceinline__ void __syncwarp(uint32_t mask = ~0u) { emulator::sync_warp(mask); }
-__forceinline__ void __threadfence() {}
-__forceinline__ void __threadfence_block() {}
-__forceinline__ void __threadfence_system() {}
+__forceinline__ void __threadfence() { emulator::fence(); }
+__forceinline__ void __threadfence_block() { emulator::fence(); }
+__forceinline__ void __threadfence_system() { emulator::fence(); }
 __forceinline__ void __nanosleep(unsigned ns) { emulator::sleep(ns); }
 __forceinline__ uint64_t __cvta_generic_to_shared(const void* p) { return emulator::shared_address(p); }
 
@@ -211,6 +212,7 @@ namespace emulator {
 template <class T>
 __forceinline__ T replace(T* p, T v) {
   const T old = *(volatile T*)p;
+  atomic(p);
   *(volatile T*)p = v;
   if (old == v)
     give_way();

@@ -100,7 +100,10 @@ struct Word {
   int source = 0;
   uint64_t result = 0;
 };
-bool finish_sync(Warp&, uint32_t) { return true; }
+bool finish_sync(Warp& w, uint32_t) {
+  race::lanes_met(w);
+  return true;
+}
 bool finish_shuffle(Warp& w, uint32_t lanes) {
   for (int i = 0; i < 32; i++)
     if (lanes >> i & 1) {
@@ -193,7 +196,10 @@ const Meeting kMma{"mma", finish_mma};
 
 // ---- barriers of a block -------------------------------------------------------------------------------------------
 void complete(NamedBarrier& b) {
-  for (Warp* w : b.waiting) make_ready(*w, w->live);
+  for (Warp* w : b.waiting) {
+    race::learn(*w, b.clock);
+    make_ready(*w, w->live);
+  }
   b = {};
   progress();
 }
@@ -212,6 +218,8 @@ bool finish_barrier(Warp& w, bool wait) {
     fail("named barrier %u is waited for with %u and with %u threads", id, b.expected, threads);
   b.expected = threads;
   b.arrived += 32;
+  race::lanes_met(w);
+  race::publish(w, b.clock);
   if (wait) {
     b.waiting.push_back(&w);
     for (Lane& l : w.lanes)
@@ -249,6 +257,7 @@ Mbarrier& mbarrier_at(const Block& b, uint32_t address) {
 }
 void complete_if_all(Mbarrier& m) {
   if (m.pending || m.bytes) return;
+  race::mbarrier_complete(&m);
   m.phase ^= 1;
   m.pending = m.expected;
 }
@@ -256,6 +265,7 @@ void arrive(Block& b, uint32_t bar, uint32_t count) {
   Mbarrier& m = mbarrier_at(b, bar);
   if (count == 0 || count > m.pending)
     fail("the mbarrier at shared byte %u gets %u arrivals and waits for %u", bar - kSharedBase, count, m.pending);
+  race::mbarrier_arrive(*machine.running->warp, &m);
   m.pending -= count;
   complete_if_all(m);
   progress();
@@ -278,6 +288,7 @@ void run_events() {
     if (e.from) {
       memcpy(e.to, e.from, e.bytes);
       Mbarrier& m = mbarrier_at(*e.block, e.barrier);
+      race::copy_ends(*e.block, &m, e.time);
       m.bytes -= e.bytes;
       complete_if_all(m);
       e.block->copies--;
@@ -471,7 +482,9 @@ void run_blocks(unsigned first, unsigned count, dim3 blocks, dim3 threads, size_
       make_ready(w, w.live);
     }
   }
+  race::begin();
   run_turns();
+  race::end();
   for (Block& b : m.blocks) munmap(b.shared, room + page);
   m.blocks.clear();
 }
@@ -555,7 +568,11 @@ bool mbarrier_try_wait(uint32_t bar, uint32_t parity) {
   Lane& l = *machine.running;
   l.doing = {"mbarrier wait", SITE, 0, nullptr, bar, parity};
   if (parity > 1) fail("an mbarrier has no parity %u", parity);
-  if (mbarrier_at(*l.warp->block, bar).phase != parity) return true;
+  const Mbarrier& m = mbarrier_at(*l.warp->block, bar);
+  if (m.phase != parity) {
+    race::mbarrier_waited(*l.warp, &m);
+    return true;
+  }
   l.warp->spins = true;
   leave(State::ready);
   return false;
@@ -565,9 +582,10 @@ void bulk_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t bar) {
   if (bytes == 0 || bytes % 16 || (uintptr_t)from % 16) fail("a bulk copy of %u bytes from %p", bytes, from);
   uint8_t* p = shared_at(b, to, bytes, 16, "bulk copy");
   mbarrier_at(b, bar);
+  const uint32_t time = race::copy_begins(b, p, bytes, SITE);
   memset(p, 0xFF, bytes);  // whoever still reads the old bytes shall see it
   b.copies++;
-  add({p, (const uint8_t*)from, 0, bytes, bar, &b}, machine.turn + some_turns());
+  add({p, (const uint8_t*)from, 0, bytes, bar, &b, time}, machine.turn + some_turns());
 }
 void bulk_prefetch(const void* from, uint32_t bytes) {
   if (bytes % 16 || (uintptr_t)from % 16) fail("a prefetch of %u bytes from %p", bytes, from);
@@ -580,10 +598,12 @@ void store_later(uint64_t* to, uint64_t value) {
   uint64_t& last = last_store[(uintptr_t)to / 8 * 0x9E3779B97F4A7C15ull >> 48];
   const uint64_t due = std::min(std::max(last, machine.turn + some_turns()), machine.turn + kHorizon - 1);
   last = due;
-  add({(uint8_t*)to, nullptr, value, 8, 0, nullptr}, due);
+  race::relaxed_store(*machine.running->warp, to);
+  add({(uint8_t*)to, nullptr, value, 8, 0, nullptr, 0}, due);
 }
 // What anybody stored before is visible before the releasing store is.
-void release(const void*) {
+void release(const void* to) {
+  race::release(*machine.running->warp, to);
   for (std::vector<Event>& events : machine.events) {
     std::erase_if(events, [](const Event& e) {
       if (e.from) return false;
@@ -594,10 +614,16 @@ void release(const void*) {
   }
   progress();
 }
-void acquire(const void*) {}
+void acquire(const void* from) { race::acquire(*machine.running->warp, from); }
+void fence() { race::fence(*machine.running->warp); }
+void atomic(const void* p) {
+  race::relaxed_load(*machine.running->warp, p);
+  race::relaxed_store(*machine.running->warp, p);
+}
 void polled(const void* from, size_t bytes) {
   if ((uintptr_t)from % bytes) fail("a load of %zu bytes from %p", bytes, from);
   Lane& l = *machine.running;
+  for (size_t i = 0; i < bytes; i += 8) race::relaxed_load(*l.warp, (const uint8_t*)from + i);
   if (++l.loads < kPolls) return;
   l.doing = {"polls", SITE};
   l.warp->spins = true;

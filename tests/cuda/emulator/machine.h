@@ -7,6 +7,7 @@
 #include <vector>
 #include "emulator.h"
 #include "fiber.h"
+#include "race.h"
 
 namespace emulator {
 
@@ -42,11 +43,13 @@ struct Warp {
   bool runnable = false;         // is in Machine::runnable
   bool spins = false;            // a lane found in its last turn that it must wait
   uint64_t held_until = 0;       // turn
+  Knowledge knowledge;
 };
 
 struct NamedBarrier {
   uint32_t arrived = 0, expected = 0;  // threads
   std::vector<Warp*> waiting;
+  Clock clock;
 };
 
 struct Block {
@@ -64,6 +67,7 @@ struct Event {
   uint64_t value;
   uint32_t bytes, barrier;
   Block* block;
+  uint32_t time;  // race.h
 };
 
 constexpr int kHorizon = 4096;  // turns that an event may lie ahead
@@ -94,6 +98,9 @@ static_assert(sizeof(Mbarrier) == 8);
 constexpr uint64_t kMagic = 0xB4B;
 constexpr uint32_t kSharedBase = 1024;  // address of the first byte of dynamic shared memory
 
+// "function at file:line <- caller at file:line ...", through the functions that were inlined there.
+__attribute__((visibility("hidden"))) std::string source(const void* site);
+__attribute__((visibility("hidden"))) bool is_device_memory(const uint8_t* p);
 // Of a device address that was accessed in vain: where it is beside the nearest allocation.
 __attribute__((visibility("hidden"))) std::string nearest_allocation(const uint8_t* p);
 

@@ -11,9 +11,7 @@
 #include "machine.h"
 
 namespace emulator {
-namespace {
 
-// "function at file:line <- caller at file:line ...", through the functions that were inlined there.
 std::string source(const void* site) {
   Dl_info at;
   if (!site || !dladdr(site, &at)) return "";
@@ -36,6 +34,8 @@ std::string source(const void* site) {
   snprintf(raw, sizeof raw, "%p", site);
   return text.empty() ? raw : text;
 }
+
+namespace {
 
 std::string detail(const Block& b, const Doing& d, State state) {
   char text[160] = "";

@@ -106,6 +106,17 @@ const char* cudaGetErrorName(cudaError_t e) {
 
 namespace emulator {
 
+bool is_device_memory(const uint8_t* p) {
+  static const uint8_t *start = nullptr, *end = nullptr;  // the last one found
+  static size_t count = 0;
+  if (p >= start && p < end && count == allocations().size()) return true;
+  auto at = allocations().upper_bound((uint8_t*)p);
+  if (at == allocations().begin()) return false;
+  --at;
+  if (p >= at->first + at->second.bytes) return false;
+  start = at->first, end = start + at->second.bytes, count = allocations().size();
+  return true;
+}
 std::string nearest_allocation(const uint8_t* p) {
   for (const auto& [start, a] : allocations())
     if (p >= a.mapping && p < a.mapping + a.mapped)
