@@ -181,7 +181,7 @@ def _scales(
     block = fp8_block(checkpoint.config)
     for role, stored in progress(quantised, "scales"):
         scales = found.scales.setdefault(f"{_part(role)} {stored.scheme}", Scales(stored.scheme))
-        refused, factor = scales.add(stored, checkpoint.read_bytes, block, role.part, role.label)
+        refused, factor = scales.add(stored, checkpoint.read_bytes, block, role.part)
         found.refused += refused
         base = role.source.removesuffix(".weight")
         for suffix in (".input_scale", ".input_global_scale"):
@@ -190,6 +190,9 @@ def _scales(
                 scales.activations.add(prequantised.to_floats(checkpoint.read_bytes(info), info.dtype))
         if role.group and factor:
             factors.setdefault(role.group, []).append(factor)
+    for name, scales in found.scales.items():
+        if 0 < scales.activations.count < scales.matrices:
+            found.notes.append(f"{name}: {scales.activations.count} of {scales.matrices} matrices have an input scale")
     pairs = [pair for pair in factors.values() if len(pair) == 2]
     if pairs:
         ratios = [max(pair) / min(pair) for pair in pairs]

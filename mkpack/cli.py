@@ -225,8 +225,12 @@ def audit(
 
     from mkpack import audit as audits
 
+    console = _console()
     found = audits.audit(
-        checkpoint, lambda items, title: track(items, title, console=_console(), transient=True, disable=json)
+        checkpoint,
+        lambda items, title: track(
+            items, title, console=console, transient=True, disable=json or not console.is_terminal
+        ),
     )
     if json:
         typer.echo(found.to_json())

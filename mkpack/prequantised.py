@@ -63,6 +63,10 @@ class Stored:
     scale2: TensorInfo | None = None
     divides: bool = False
 
+    def label(self, part: SourcePart | None) -> str:
+        """Name of the values for messages, with the expert where the tensor holds several."""
+        return f"{self.weight.name}[{part.index}]" if part else self.weight.name
+
     def parts(self) -> Iterator[TensorInfo]:
         yield from (part for part in (self.weight, self.scale, self.scale2) if part is not None)
 
@@ -208,11 +212,10 @@ def load(
     import numpy as np
 
     weight, scale = stored.weight, stored.scale
-    name = weight.name
+    name = stored.label(part)
     assert scale is not None
     if part is not None:
         weight, scale = weight.entry(part.index), scale.entry(part.index)
-        name = f"{name}[{part.index}]"
     if stored.scheme == "fp8":
         floats = to_floats(read(scale), scale.dtype).reshape(scale.shape)
         check_factors(floats, name)

@@ -120,7 +120,7 @@ def _matches(pattern: str, module: str) -> bool:
         except re.error:
             return False
     if "*" in pattern or "?" in pattern:
-        return fnmatchcase(module, pattern)
+        return fnmatchcase(module, pattern) or fnmatchcase(module, pattern + ".*")
     return module == pattern or module.startswith(pattern + ".") or module.endswith("." + pattern)
 
 

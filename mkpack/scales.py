@@ -69,12 +69,12 @@ class Scales:
         read: Callable[[TensorInfo], np.ndarray],
         block: tuple[int, int],
         part: SourcePart | None,
-        name: str,
     ) -> tuple[list[str], float | None]:
-        """Reads the scales of one matrix; block is that of fp8. Returns what a build would refuse, and the factor of the
-        whole matrix where there is one."""
+        """Reads the scales of one matrix; block is that of fp8. Returns what a build would refuse, and the factor of
+        the whole matrix where there is one."""
         assert stored.scale is not None
         self.matrices += 1
+        name = stored.label(part)
         refused: list[str] = []
 
         def check(test: Callable[[], object]) -> None:

@@ -114,6 +114,25 @@ def _qparams(weight: torch.Tensor, args: Any) -> dict[str, torch.Tensor]:
     return {**found, "weight_scale": scale}
 
 
+def mxfp4(source: Path, folder: Path, *, spread: int = 3) -> dict[str, torch.Tensor]:
+    """A gpt-oss checkpoint whose experts are random MXFP4, as the published ones are; returns what transformers makes
+    of them, by the names of unquantised experts. Exponents of a matrix are up to `spread` apart."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    generator = torch.Generator().manual_seed(0)
+    state = families.checkpoint_tensors(source)
+    values = {}
+    for name in [n for n in state if n.endswith("experts.gate_up_proj") or n.endswith("experts.down_proj")]:
+        experts, cols, rows = state.pop(name).shape
+        blocks = torch.randint(0, 256, (experts, rows, cols // 32, 16), generator=generator).to(torch.uint8)
+        scales = torch.randint(123 - spread, 124, blocks.shape[:-1], generator=generator).to(torch.uint8)
+        state |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        values[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    section = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    write(source, folder, state, quantization_config=section)
+    return values
+
+
 def write(source: Path, folder: Path, state: dict[str, torch.Tensor], **config: Any) -> Path:
     """A checkpoint of other tensors, and with other keys in its config.json (None takes one away)."""
     folder.mkdir(exist_ok=True)

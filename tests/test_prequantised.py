@@ -26,7 +26,7 @@ from mkpack.models import model_spec
 from mkpack.pack import unpack
 from mkpack.plan import groups, plan
 from mkpack.quantize import quantise, tensor_error, tensor_scale
-from mkpack.spec import SourcePart, TensorRole, tensors
+from mkpack.spec import TensorRole, tensors
 
 
 @pytest.fixture(scope="module")
@@ -141,29 +141,20 @@ def test_compressed_tensors_is_what_compressed_tensors_says(tmp_path, preset, sc
 
 
 def test_mxfp4_of_gpt_oss_is_what_transformers_says_and_nvfp4_holds_it_exactly(tmp_path):
-    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-
-    experts, inner, hidden = 3, 32, 64
-    generator = torch.Generator().manual_seed(0)
-    blocks = torch.randint(0, 256, (experts, 2 * inner, hidden // 32, 16), generator=generator).to(torch.uint8)
-    scales = torch.randint(112, 130, blocks.shape[:-1], generator=generator).to(torch.uint8)  # 17 apart at most
-    state = {"x_blocks": blocks, "x_scales": scales}
-    quantised.save_file(state, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text("{}")
-    expected = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)  # [experts, in, out]
-    checkpoint = Checkpoint.open(tmp_path)
-    roles = []
-    for e in range(experts):
-        for name, rows in (("gate", range(0, 2 * inner, 2)), ("up", range(1, 2 * inner, 2))):
-            part = SourcePart((experts, hidden, 2 * inner), e, rows, True)
-            roles.append(TensorRole(f"{e}.{name}", "x", part.shape, "experts", f"{e}", part))
-            found = checkpoint.read("x", part)
-            assert isinstance(found, Prequantised) and found.codes is found.q.data
-            assert torch.equal(torch.from_numpy(dequantise(found.q)), part.of(expected[e]))
-            np.testing.assert_array_equal(source_values(found), dequantise(found.q))
-            assert tensor_error(quantise(found, "nvfp4"), found).error == 0
-    checkpoint.check(roles)
-    assert checkpoint.unused(roles) == []
+    source = families.make_checkpoint(tmp_path / "plain", "gpt_oss", dtype="bfloat16", intermediate_size=64)
+    expected = quantised.mxfp4(source, tmp_path / "q", spread=17)
+    checkpoint, roles = checked(tmp_path / "q"), roles_of(tmp_path / "q")
+    assert checkpoint.notes(roles) == checkpoint.unused(roles) == []
+    experts = [role for role in roles if role.precision == "experts"]
+    assert len(experts) > 2 * 3 and {role.source for role in experts} == expected.keys()
+    for role in experts:
+        found = checkpoint.read(role.source, role.part)
+        assert isinstance(found, Prequantised) and found.codes is found.q.data
+        assert role.part is not None
+        value = role.part.of(expected[role.source][role.part.index])
+        assert torch.equal(torch.from_numpy(dequantise(found.q)), value)
+        np.testing.assert_array_equal(source_values(found), dequantise(found.q))
+        assert tensor_error(quantise(found, "nvfp4"), found).error == 0
 
 
 # -- what a build makes of them ---------------------------------------------------------------------------------------
@@ -258,7 +249,7 @@ def test_a_plan_holds_the_recipe_against_what_the_source_is(exported, tmp_path, 
     assert json.loads(todo.to_json())["notes"] == todo.notes()
     assert not any("attention" in note for note in todo.notes())
     pair = next(group for group in groups(todo.roles) if len(group) == 2)
-    assert todo._group_bytes(pair) == 64 * 64 * memory
+    assert todo.group_bytes(pair) == 64 * 64 * memory
 
 
 def test_a_plan_tells_of_layers_that_differ(exported, tmp_path):
@@ -272,6 +263,21 @@ def test_a_plan_tells_of_layers_that_differ(exported, tmp_path):
     notes = plan(builds.write_recipe(tmp_path / "recipe.yaml", folder)).notes()
     assert notes[0].startswith("attention: 1 of 8 matrices are nvfp4 in the source, but the recipe says bf16")
     assert f"config.json says not quantised, the tensors are nvfp4 and are believed: 1 matrices, {base}" in notes
+
+
+def test_gpt_oss_computes_what_its_mxfp4_says(tmp_path):
+    from mkpack.loader import load
+
+    source = families.make_checkpoint(tmp_path / "plain", "gpt_oss", dtype="bfloat16", intermediate_size=64)
+    weights = {name: value.numpy() for name, value in quantised.mxfp4(source, tmp_path / "q").items()}
+    path = build(builds.write_recipe(tmp_path / "recipe.yaml", tmp_path / "q"), output=tmp_path)
+    with open_artifact(path) as artifact:
+        assert json.loads(artifact.read("report.json"))["relative_error"] == 0
+    prompt = [7, 99, 12, 200, 31]
+    with load(path, threads=1) as model:
+        logits = model.step(prompt, len(prompt))
+    expected = families.reference_logits(families.reference(source, weights), prompt)
+    assert builds.relative_error(logits, expected) < 2e-3
 
 
 # -- MXFP4 whose exponents are too far apart --------------------------------------------------------------------------
