@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
+from mkpack import platform
 from mkpack.artifact import Artifact, open_artifact
 from mkpack.formats import dequantise
 from mkpack.layout import Layout
@@ -36,6 +38,32 @@ echo "$out" >> "$0.log"
 echo kernel > "$out"; echo "$out:" > "$dep"
 """
 
+# Everybody who asks what time it is gets it wrong by 400 days; how long something takes is told right.
+_CLOCK = r"""
+#include <dlfcn.h>
+#include <sys/time.h>
+#include <time.h>
+static const long shift = 400L * 86400;
+extern "C" int clock_gettime(clockid_t clock, struct timespec* t) noexcept {
+  static auto real = (int (*)(clockid_t, struct timespec*))dlsym(RTLD_NEXT, "clock_gettime");
+  int code = real(clock, t);
+  if (clock == CLOCK_REALTIME) t->tv_sec += shift;
+  return code;
+}
+extern "C" time_t time(time_t* out) noexcept {
+  struct timespec t;
+  clock_gettime(CLOCK_REALTIME, &t);
+  if (out) *out = t.tv_sec;
+  return t.tv_sec;
+}
+extern "C" int gettimeofday(struct timeval* tv, void*) noexcept {
+  struct timespec t;
+  clock_gettime(CLOCK_REALTIME, &t);
+  *tv = {t.tv_sec, t.tv_nsec / 1000};
+  return 0;
+}
+"""
+
 # Short: every tiny model has max_position_embeddings 256.
 LIMITS = {"context": 128}
 
@@ -53,6 +81,23 @@ def stub_compiler(path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path.chmod(0o755)
     monkeypatch.setenv("CXX", str(path))
     return path
+
+
+def another_day(folder: Path) -> dict[str, str]:
+    """Environment of a process, and of those it starts, that lives 400 days later, in another zone and language, and
+    orders its sets otherwise."""
+    compiler = platform.compiler()
+    assert compiler
+    (folder / "clock.cpp").write_text(_CLOCK)
+    subprocess.run(
+        [*compiler.command, "-shared", "-fPIC", "-o", folder / "clock.so", folder / "clock.cpp", "-ldl"], check=True
+    )
+    return {
+        "LD_PRELOAD": str(folder / "clock.so"),
+        "TZ": "Pacific/Auckland",
+        "LANG": "tr_TR.UTF-8",
+        "PYTHONHASHSEED": "12345",
+    }
 
 
 def compilations(stub: Path) -> int:

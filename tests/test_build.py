@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from mkpack import build as builder
 from mkpack import compile as compiling
 from mkpack import plan as planner
-from mkpack import platform
+from mkpack import platform, reproduce
 from mkpack.artifact import open_artifact
 from mkpack.build import build
 from mkpack.errors import UserError
@@ -162,7 +162,7 @@ def test_two_builds_at_once_do_the_work_once(stub, recipe, out):
 # -- same input, same bytes ---------------------------------------------------------------------------------------
 
 
-def test_equal_input_gives_equal_bytes_in_any_folder_on_any_number_of_cores(source, out, tmp_path):
+def test_equal_input_gives_equal_bytes_in_any_folder_on_any_day_on_any_number_of_cores(source, out, tmp_path):
     paths = []
     for folder in (tmp_path / "a", tmp_path / "another folder"):
         shutil.copytree(source, folder / "checkpoint")
@@ -171,9 +171,13 @@ def test_equal_input_gives_equal_bytes_in_any_folder_on_any_number_of_cores(sour
     first = build(paths[0], output=out)
     core = str(min(os.sched_getaffinity(0)))
     alone = tmp_path / "another folder"
-    with process(paths[1], alone, launcher=("taskset", "-c", core), cwd=alone) as running:
+    env, later = builds.another_day(tmp_path), time.time() + 399 * 86400
+    before = f"import os, time; os.umask(0o77); assert time.time() > {later}, 'it is the same day'"
+    with process(paths[1], alone, before, launcher=("taskset", "-c", core), cwd=alone, env=env) as running:
         _, errors = running.communicate(timeout=300)
         assert running.returncode == 0, errors
+    with open_artifact(first) as a, open_artifact(alone / "tiny.mkpack") as b:
+        assert [line for differs, line in reproduce.compare(a, b) if differs] == []
     assert (alone / "tiny.mkpack").read_bytes() == first.read_bytes()
     text = first.read_bytes()
     for folder in (tmp_path, ROOT):
