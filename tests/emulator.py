@@ -27,6 +27,31 @@ KERNEL = ("-include", "emulator.h", "-x", "c++")
 RACES = ("-fsanitize=thread", "--param", "tsan-distinguish-volatile=1")
 
 
+def _command(headers: Path | None = None) -> list[str | Path]:
+    compiler = platform.compiler()
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    csrc = compile.sources()
+    folders = [EMULATOR, csrc / "cuda", csrc, *([headers] if headers else [])]
+    return [*compiler.command, *FLAGS, *(f"-I{f}" for f in folders)]
+
+
+def _run(command: Sequence[str | Path]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+@cache
+def _machine() -> list[Path]:
+    """Objects of the emulator itself, compiled once a session."""
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder)
+    objects = [folder / f"{source.stem}.o" for source in MACHINE]
+    for source, compiled in zip(MACHINE, objects, strict=True):
+        _run([*_command(), *KERNEL, "-O2", "-c", source, "-o", compiled])
+    return objects
+
+
 def build(
     source: Path, out: Path, *, headers: Path | None = None, races: bool = False, link: Sequence[str] = ()
 ) -> Path:
