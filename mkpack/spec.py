@@ -7,7 +7,7 @@ at config.json again. A feature the spec cannot say is refused by the family fil
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -222,6 +222,11 @@ class SourceNames:
     embed: str = "model.embed_tokens.weight"
     final_norm: str = "model.norm.weight"
     lm_head: str = "lm_head.weight"
+
+    def under(self, prefix: str) -> SourceNames:
+        """These names with `prefix` for the leading "model."."""
+        names = {f.name: str(getattr(self, f.name)) for f in fields(self)}
+        return replace(self, **{k: prefix + v[6:] for k, v in names.items() if v.startswith("model.")})
 
 
 def tensors(spec: ModelSpec, names: SourceNames) -> Iterator[TensorRole]:

@@ -129,7 +129,7 @@ def dequantised(path: Path, checkpoint: Path) -> dict[str, np.ndarray]:
         roles = list(tensors(layout.spec, names))
         shapes = {r.name: r.shape for r in roles}
         blobs = [np.frombuffer(artifact.read(w.path), np.uint8) for w in artifact.manifest.weights_in("cpu")]
-        return {r.source: dequantise(unpack(layout, blobs, shapes, r.name)).copy() for r in roles}
+        return families.by_source(roles, {r.name: dequantise(unpack(layout, blobs, shapes, r.name)) for r in roles})
 
 
 def oracle(path: Path, checkpoint: Path, scratch: Path) -> Any:
@@ -137,7 +137,7 @@ def oracle(path: Path, checkpoint: Path, scratch: Path) -> Any:
     torch.set_num_threads(1)  # several wait for each other, spinning, as soon as the machine has other work
     weights = dequantised(path, checkpoint)
     config = json.loads((checkpoint / "config.json").read_bytes())
-    if config["tie_word_embeddings"] and "lm_head.weight" in weights:
+    if config.get("tie_word_embeddings") and "lm_head.weight" in weights:
         # Two precisions of one matrix are two matrices: the oracle gets a checkpoint with a head of its own.
         twin = scratch / "untied"
         shutil.copytree(checkpoint, twin, ignore=shutil.ignore_patterns("*.safetensors*"))

@@ -14,11 +14,16 @@ import transformers
 from safetensors.torch import load_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
+from mkpack.spec import TensorRole
+
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 
 CLASSES = {
+    "gpt_oss": (transformers.GptOssConfig, transformers.GptOssForCausalLM),
+    "minimax_m2": (transformers.MiniMaxM2Config, transformers.MiniMaxM2ForCausalLM),
     "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),
+    "muse_spark": (transformers.MuseSparkConfig, transformers.MuseSparkForConditionalGeneration),
     "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
 }
 BOS, EOS, IM_START, IM_END = range(4)
@@ -42,6 +47,21 @@ _SHARED: dict[str, Any] = {
     "eos_token_id": EOS,
 }
 PLAIN: dict[str, dict[str, Any]] = {
+    "gpt_oss": {
+        **_SHARED,
+        "intermediate_size": 48,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 7,
+        "rope_parameters": None,
+    },
+    "minimax_m2": {
+        **_SHARED,
+        "intermediate_size": 48,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    },
     "mixtral": {**_SHARED, "intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {
         **_SHARED,
@@ -50,6 +70,17 @@ PLAIN: dict[str, dict[str, Any]] = {
         "num_experts": 4,
         "num_experts_per_tok": 2,
         "norm_topk_prob": True,
+    },
+    # Keys of the text model; the towers are there to be left out.
+    "muse_spark": {
+        **_SHARED,
+        "num_hidden_layers": 4,
+        "intermediate_size": 80,
+        "moe_intermediate_size": 32,
+        "moe_hidden_size": 48,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "sliding_window": 7,
     },
 }
 
@@ -62,6 +93,7 @@ _LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+_DEFAULT = {"rope_type": "default", "rope_theta": 10000.0}
 _LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 
 # name -> (family, overrides): shapes and features that go wrong first.
@@ -101,6 +133,70 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-sliding-window": ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 7}),
     "qwen3-unused-window": ("qwen3_moe", {"use_sliding_window": False, "sliding_window": 3}),
     "qwen3-yarn": ("qwen3_moe", {"rope_parameters": _YARN}),
+    "minimax-plain": ("minimax_m2", {}),
+    "minimax-3-kv-heads-of-20": (
+        "minimax_m2",
+        {
+            **{"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 20, "hidden_size": 72},
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.4},
+        },
+    ),
+    "minimax-19-experts-top-3-whole-rotary": (
+        "minimax_m2",
+        {"num_local_experts": 19, "num_experts_per_tok": 3, "intermediate_size": 40, "rope_parameters": _DEFAULT},
+    ),
+    "minimax-top-all-tied-vocab-275": (
+        "minimax_m2",
+        {"num_experts_per_tok": 6, "tie_word_embeddings": True, "vocab_size": 275},
+    ),
+    "minimax-partial-yarn": ("minimax_m2", {"rope_parameters": {**_YARN, "partial_rotary_factor": 0.5}}),
+    "gpt-oss-plain": ("gpt_oss", {}),
+    "gpt-oss-odd-shapes": (
+        "gpt_oss",
+        {
+            **{
+                "num_attention_heads": 6,
+                "num_key_value_heads": 3,
+                "head_dim": 24,
+                "hidden_size": 72,
+                "vocab_size": 301,
+            },
+            **{"intermediate_size": 40, "num_local_experts": 5, "num_experts_per_tok": 3, "num_hidden_layers": 3},
+        },
+    ),
+    "gpt-oss-tight-clamp-no-attention-bias": (
+        "gpt_oss",
+        {"swiglu_limit": 0.5, "swiglu_alpha": 1.1, "attention_bias": False, "rope_parameters": _DEFAULT},
+    ),
+    "gpt-oss-full-attention-top-1": (
+        "gpt_oss",
+        {"layer_types": ["full_attention"] * 2, "num_experts_per_tok": 1},
+    ),
+    "muse-spark-plain": ("muse_spark", {}),
+    "muse-spark-odd-shapes": (
+        "muse_spark",
+        {
+            **{
+                "num_attention_heads": 6,
+                "num_key_value_heads": 3,
+                "head_dim": 20,
+                "hidden_size": 72,
+                "vocab_size": 301,
+            },
+            **{"moe_hidden_size": 40, "moe_intermediate_size": 24, "num_local_experts": 5, "num_experts_per_tok": 3},
+            **{"num_hidden_layers": 5, "routed_scaling_factor": 2.5, "sliding_window": 3},
+        },
+    ),
+    "muse-spark-dense-layers-biases": (
+        "muse_spark",
+        {
+            "mlp_layer_types": ["dense", "sparse", "dense", "sparse"],
+            "attention_bias": True,
+            "moe_hidden_size": 80,  # wider than the model
+            "final_logit_softcapping": 3.0,
+            "layer_rope_theta": [0, 10000.0, 10000.0, 10000.0],
+        },
+    ),
     "qwen3-linear-hidden-80-head-dim-8": ("qwen3_moe", {"rope_parameters": _LINEAR, "hidden_size": 80, "head_dim": 8}),
 }
 
@@ -125,32 +221,49 @@ def make_checkpoint(
     family: a key of CLASSES. dtype: float32 or bfloat16. max_shard_size: "20KB" makes several shards and an index.
     overrides: keys of config.json. The same arguments give the same tensors.
     """
-    config_class, model_class = CLASSES[family]
-    config = config_class(**{**PLAIN[family], **overrides})
-    model = model_class(config).eval()
+    config = make_config(family, **overrides)
+    model = CLASSES[family][1](config).eval()
     generator = torch.Generator().manual_seed(seed)
+    saved = model.state_dict()
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(_random(name, parameter.shape, generator))
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if name in saved:
+                tensor.copy_(_random(family, name, tensor.shape, generator))
     model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=max_shard_size)
-    _save_text_files(Path(folder), config.vocab_size)
+    _save_text_files(Path(folder), config.get_text_config().vocab_size)
     return Path(folder)
 
 
-def _random(name: str, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
+def make_config(family: str, **overrides: Any) -> Any:
+    """The transformers config of a tiny model; `overrides` are keys of config.json, or of its text_config."""
+    keys = {**PLAIN[family], **overrides}
+    if family != "muse_spark":
+        return CLASSES[family][0](**keys)
+    vision = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    audio = {"hidden_sizes": [8] * 4, "depths": [1] * 4, "out_hidden_size": keys["hidden_size"]}
+    return transformers.MuseSparkConfig(
+        text_config=keys, vision_config=vision, audio_config=audio, out_hidden_size=64, projector_hidden_size=8
+    )
+
+
+def _random(family: str, name: str, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
     """Weights that keep activations near 1, so that no part of the model is too faint to be tested."""
     x = torch.randn(shape, generator=generator)
     if name.endswith("norm.weight"):
-        return 1 + 0.2 * x
+        centered = family == "muse_spark" and not name.endswith("language_model.norm.weight")
+        return 0.2 * x + (0 if centered else 1)
+    if name.endswith(("sinks", "residual_gate.gate")):
+        return x if name.endswith("sinks") else 0.3 * x
     if name.endswith("bias"):
         return 0.3 * x
     if name.endswith("embed_tokens.weight"):
         return 0.3 * x  # fainter than what layers add, or a tied head would only repeat its input
-    x = x / math.sqrt(shape[-1])
+    # gpt-oss stores its experts [in, out].
+    x = x / math.sqrt(shape[-2] if family == "gpt_oss" and len(shape) == 3 else shape[-1])
     if name.endswith("q_proj.weight"):
         return 2 * x  # attention that looks at some positions more than at others
     # A router that decides clearly, and logits whose largest stands out: rounding must not change a choice.
-    return x * 4 if name.endswith(("mlp.gate.weight", "lm_head.weight")) else x
+    return x * 4 if name.endswith(("mlp.gate.weight", "mlp.router.weight", "lm_head.weight")) else x
 
 
 def _save_text_files(folder: Path, vocab_size: int) -> None:
@@ -201,6 +314,23 @@ def checkpoint_tensors(folder: Path) -> dict[str, torch.Tensor]:
     state: dict[str, torch.Tensor] = {}
     for shard in sorted(Path(folder).glob("*.safetensors")):
         state.update(load_file(shard))
+    return state
+
+
+def by_role(roles: Sequence[TensorRole], state: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
+    """A checkpoint's tensors by canonical name, fused ones taken apart."""
+    return {
+        r.name: np.ascontiguousarray((r.part.of(state[r.source][r.part.index]) if r.part else state[r.source]).numpy())
+        for r in roles
+    }
+
+
+def by_source(roles: Sequence[TensorRole], arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The reverse: float32 arrays by canonical name under the checkpoint's names, fused tensors put together."""
+    state = {r.source: np.zeros(r.source_shape, np.float32) for r in roles}
+    for r in roles:
+        target = state[r.source]
+        (r.part.of(target[r.part.index]) if r.part else target)[...] = arrays[r.name]
     return state
 
 

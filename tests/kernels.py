@@ -63,7 +63,7 @@ def tiny_spec(**changes: Any) -> ModelSpec:
 
 
 def roles(spec: ModelSpec) -> list[TensorRole]:
-    return list(tensors(spec, SourceNames()))
+    return list(tensors(spec, SourceNames(fused="rows")))  # which have biases too
 
 
 def random_qtensor(rng: np.random.Generator, fmt: Format, shape: tuple[int, ...], size: float = 1.0) -> QTensor:
@@ -95,12 +95,15 @@ def random_qtensor(rng: np.random.Generator, fmt: Format, shape: tuple[int, ...]
     return QTensor("nvfp4", shape, q.data, q.scale, np.array([size / spread], np.float32))
 
 
-def _random_tensor(rng: np.random.Generator, role: TensorRole, fmt: Format) -> QTensor:
+def _random_tensor(rng: np.random.Generator, role: TensorRole, fmt: Format, centered: bool) -> QTensor:
     """Sizes that keep activations near 1, a router that decides clearly and logits that stand apart."""
     if role.name.endswith("norm"):
-        return QTensor("f32", role.shape, (1 + 0.2 * rng.standard_normal(role.shape)).astype(np.float32))
+        mean = 0 if centered and role.name != "final_norm" else 1
+        return QTensor("f32", role.shape, (mean + 0.2 * rng.standard_normal(role.shape)).astype(np.float32))
     if role.name.endswith("_bias"):
         return random_qtensor(rng, "f32", role.shape, 0.3)
+    if role.name.endswith(("sinks", "_residual_gate")):
+        return random_qtensor(rng, "f32", role.shape, 0.5)
     if role.name == "embed":
         return random_qtensor(rng, fmt, role.shape, 0.3)
     gain = 2.0 if role.name.endswith(".q") else 4.0 if role.name.endswith("router") or role.name == "lm_head" else 1.0
@@ -118,7 +121,8 @@ class Weights:
     @staticmethod
     def random(layout: Layout, seed: int = 0, changed: Mapping[str, QTensor] | None = None) -> Weights:
         rng = np.random.default_rng(seed)
-        found = {r.name: _random_tensor(rng, r, layout.format_of(r)) for r in roles(layout.spec)}
+        centered = layout.spec.centered_norms
+        found = {r.name: _random_tensor(rng, r, layout.format_of(r), centered) for r in roles(layout.spec)}
         found.update(changed or {})
         head = None
         if layout.spec.tie_word_embeddings and not layout.tied:

@@ -58,7 +58,7 @@ def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
 
 def case_layout(number: int, case: str) -> Layout:
     family, overrides = families.CASES[case]
-    config = families.CLASSES[family][0](**{**families.PLAIN[family], **overrides}).to_dict()
+    config = families.make_config(family, **overrides).to_dict()
     spec, _ = models.model_spec(config)
     mix = MIXES[number % len(MIXES)]
     if spec.tie_word_embeddings:

@@ -118,7 +118,7 @@ def test_every_schedule_holds(layout, tokens, context):
 @pytest.mark.parametrize("case", families.CASES)
 def test_schedules_of_the_families_hold(case):
     family, overrides = families.CASES[case]
-    spec, _ = model_spec(families.CLASSES[family][0](**{**families.PLAIN[family], **overrides}).to_dict())
+    spec, _ = model_spec(families.make_config(family, **overrides).to_dict())
     for fmt in ("bf16", "nvfp4"):
         found = scheduled(Layout(spec, kernels.precision(fmt)))
         assert validate(found) == []

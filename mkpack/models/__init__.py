@@ -6,12 +6,15 @@ from collections.abc import Callable
 from typing import Any
 
 from mkpack.errors import UserError, nearest
-from mkpack.models import mixtral, qwen3_moe
+from mkpack.models import gpt_oss, minimax_m2, mixtral, muse_spark, qwen3_moe
 from mkpack.spec import ModelSpec, SourceNames
 
 # model_type -> the family's reader.
 FAMILIES: dict[str, Callable[[dict[str, Any]], tuple[ModelSpec, SourceNames]]] = {
+    "gpt_oss": gpt_oss.spec,
+    "minimax_m2": minimax_m2.spec,
     "mixtral": mixtral.spec,
+    "muse_spark": muse_spark.spec,
     "qwen3_moe": qwen3_moe.spec,
 }
 

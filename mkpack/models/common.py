@@ -6,6 +6,7 @@ what a model computes are read or refused by name; keys that do not (dropout, in
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from mkpack.errors import combine
@@ -18,22 +19,29 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention_multiplier": (1,),
     "attn_logit_softcapping": (),
     "auto_map": ({},),
+    "attention_sinks": (False,),
     "clip_qkv": (),
     "embedding_multiplier": (1,),
     "final_logit_softcapping": (),
     "first_k_dense_replace": (0,),
     "is_encoder_decoder": (False,),
+    "layer_rope_theta": (),
     "logit_scale": (1,),
     "logits_scaling": (1,),
     "mlp_bias": (False,),
     "n_group": (0, 1),
     "n_shared_experts": (0,),
     "num_shared_experts": (0,),
+    "output_multiplier": (1,),
     "partial_rotary_factor": (1,),
+    "qk_scale_factor": (1,),
     "residual_multiplier": (1,),
+    "rotary_dim": (),
     "routed_scaling_factor": (1,),
     "scoring_func": ("softmax",),
     "shared_expert_intermediate_size": (0,),
+    "shared_intermediate_size": (0,),
+    "swiglu_limit": (),
     "text_config": ({},),
     "topk_group": (0, 1),
     "use_parallel_residual": (False,),
@@ -125,20 +133,28 @@ def _json(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def decoder_fields(c: Config, default_theta: float) -> dict[str, Any]:
-    """The `ModelSpec` fields that read alike in every family, after refusing what no family supports.
+def decoder_fields(
+    c: Config,
+    default_theta: float,
+    own: Collection[str] = (),
+    partial_rotary: bool = False,
+    architecture: str = "ForCausalLM",
+) -> dict[str, Any]:
+    """The `ModelSpec` fields that read alike in every family, after refusing what the family does not support.
 
-    default_theta: the family's rope_theta where config.json has none.
+    default_theta: the family's rope_theta where config.json has none. own: keys that change the arithmetic and that the
+    family reads itself. partial_rotary: whether it may rotate a part of each head.
     """
     for name, accepted in _NEUTRAL.items():
-        c.expect(name, *accepted)
+        if name not in own:
+            c.expect(name, *accepted)
     c.expect("hidden_act", "silu")
     dtype = c.get("dtype", "torch_dtype")
     if dtype is not None and dtype not in _DTYPES:
         c.refuse(f"dtype (torch_dtype) = {_json(dtype)} is not supported; expected {', '.join(_DTYPES)}")
     architectures = c.get("architectures")
-    if architectures and not (isinstance(architectures, list) and str(architectures[0]).endswith("ForCausalLM")):
-        c.refuse(f"architectures = {_json(architectures)} is not supported; expected a ...ForCausalLM")
+    if architectures and not (isinstance(architectures, list) and str(architectures[0]).endswith(architecture)):
+        c.refuse(f"architectures = {_json(architectures)} is not supported; expected a ...{architecture}")
 
     hidden_size, heads = c.size("hidden_size"), c.size("num_attention_heads")
     kv_heads = c.size("num_key_value_heads")
@@ -155,7 +171,7 @@ def decoder_fields(c: Config, default_theta: float) -> dict[str, Any]:
         "rms_norm_eps": c.number("rms_norm_eps"),
         "max_position_embeddings": max_position_embeddings,
         "tie_word_embeddings": c.flag("tie_word_embeddings", False),
-        "rope": rope(c, head_dim, max_position_embeddings, default_theta),
+        "rope": rope(c, head_dim, max_position_embeddings, default_theta, partial_rotary),
     }
 
 
@@ -203,3 +219,24 @@ def layers(c: Config, moe: list[bool], sliding_window: int | None) -> tuple[Laye
     if sliding_window is not None:
         c.expect("max_window_layers", 0)
     return tuple(LayerSpec(moe=m, sliding_window=sliding_window) for m in moe)
+
+
+def per_layer(c: Config, name: str, default: list[Any], accepted: tuple[Any, ...]) -> list[Any]:
+    """A list with one of the `accepted` values for every layer; `default` where config.json has none, or a bad one."""
+    values = c.get(name)
+    if values is None:
+        return default
+    if isinstance(values, list) and len(values) == len(default) and all(v in accepted for v in values):
+        return values
+    expected = " or ".join(_json(a) for a in accepted)
+    c.refuse(
+        f"{name} = {_json(values)} is not supported; expected {expected} for each of the {len(default)} layers", name
+    )
+    return default
+
+
+def layer_windows(c: Config, default: list[str]) -> list[int | None]:
+    """The sliding window of each layer by layer_types, None for full attention. default: where config.json has none."""
+    types = per_layer(c, "layer_types", default, ("full_attention", "sliding_attention"))
+    window = c.size("sliding_window") if "sliding_attention" in types else None
+    return [window if t == "sliding_attention" else None for t in types]

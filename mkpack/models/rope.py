@@ -37,13 +37,18 @@ _KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 
 
-def rope(c: Config, head_dim: int, max_position_embeddings: int, default_theta: float) -> RopeSpec:
-    """The table of `head_dim` / 2 frequencies; problems are recorded in `c`.
+def rope(
+    c: Config, head_dim: int, max_position_embeddings: int, default_theta: float, partial: bool = False
+) -> RopeSpec:
+    """The table of rotary dimensions / 2 frequencies; problems are recorded in `c`.
 
-    Reads rope_parameters (with rope_theta inside) and the older rope_theta + rope_scaling alike.
+    Reads rope_parameters (with rope_theta inside) and the older rope_theta + rope_scaling alike. partial: the family
+    may rotate the first dimensions of a head only: partial_rotary_factor or rotary_dim says how many.
     """
     p = _parameters(c, default_theta)
     kind = p.pop("rope_type")
+    if partial:
+        head_dim = _rotary_dim(c, head_dim, p.pop("partial_rotary_factor", None))
     if not _checked(c, kind, p):
         return RopeSpec(inv_freq=(1.0,) * (head_dim // 2))
     p.setdefault("original_max_position_embeddings", max_position_embeddings)
@@ -52,6 +57,28 @@ def rope(c: Config, head_dim: int, max_position_embeddings: int, default_theta: 
     if kind == "yarn":
         return _spec(_yarn(p, head_dim), _yarn_attention_factor(p))
     return _spec(_inv_freq(p["rope_theta"], head_dim, p["factor"] if kind == "linear" else 1.0))
+
+
+def _rotary_dim(c: Config, head_dim: int, inside: Any) -> int:
+    """Dimensions of a head that are rotated. inside: partial_rotary_factor of rope_parameters; 2 when bad."""
+    said = {"partial_rotary_factor in rope_parameters": inside, "partial_rotary_factor": c.get("partial_rotary_factor")}
+    found: dict[str, int] = {}
+    for name, factor in said.items():
+        if factor is None:
+            continue
+        if not c.is_number(factor) or not 0 < factor <= 1:
+            c.refuse(f"{name}: expected a number above 0 and at most 1, found {factor!r}", "partial_rotary_factor")
+            return 2
+        found[f"{name} = {factor}"] = int(head_dim * factor)
+    if c.get("rotary_dim") is not None:
+        found[f"rotary_dim = {c.get('rotary_dim')}"] = c.size("rotary_dim")
+    if not found or not c.valid("rotary_dim", "head_dim"):
+        return head_dim
+    dims = set(found.values())
+    if len(dims) > 1 or (dim := dims.pop()) % 2 or not 2 <= dim <= head_dim:
+        c.refuse(f"{' and '.join(found)} of head_dim = {head_dim}: expected one even number of rotary dimensions")
+        return 2
+    return dim
 
 
 def _parameters(c: Config, default_theta: float) -> dict[str, Any]:
