@@ -1,0 +1,541 @@
+// Choosing a token from logits inside the resident kernel, by the consumer warps of one block: the twin of
+// csrc/cpu/sample.h, with its formulas, its order of steps and its rules for ties.
+//
+// top_k, top_p and min_p each keep a beginning of one order: the likelier token first, of equals the lower id. An
+// element's place in it is a 64-bit number, so what is kept is told by one place, the limit. Weights, exp of the logit
+// relative to the highest, are summed in fixed point: integers add up to the same whatever the order, so two runs agree.
+#pragma once
+#include "layout.cuh"
+#include "ptx.cuh"
+
+namespace mk {
+
+struct Sampling {  // as in mk_request
+  float temperature, top_p, min_p, repetition_penalty;
+  int32_t top_k;
+  uint64_t seed;
+};
+
+constexpr int kListTokens = 2048;         // tokens that are sorted in shared memory
+constexpr int kListRank = 1024;           // so many likeliest tokens are surely on the list
+constexpr int kBins = 2048;               // of a histogram of places
+constexpr int kSeenTokens = 1 << 18;      // of which one bitmap tells whether the history holds them
+constexpr int kRunTokens = 1024;          // neighbouring tokens whose weights are summed by one warp
+constexpr int kMaxVocab = kRunTokens * kTeam;
+constexpr int kEach = kListTokens / kTeam;  // entries of the list, and bins, of one thread
+static_assert(kBins == kListTokens && kEach == 4, "a thread has four of either");
+
+// Fixed point: 2^44 is the weight of the likeliest token, so that a vocabulary of them fits 64 bits. Weights below
+// 2^-44 are zero; the first such distance from the highest logit (44 ln 2 = 30.4985), as float bits.
+constexpr float kOne = 0x1p44f;
+constexpr uint32_t kFar = 0x41F40000;  // 30.5f
+static_assert(kMaxVocab <= 1 << 19);
+
+struct SamplerScratch {  // 32.2 KB whatever the vocabulary
+  union {
+    uint32_t seen[kSeenTokens / 32];
+    uint64_t list[kListTokens];
+    uint64_t runs[kMaxVocab / kRunTokens];
+    struct {
+      uint32_t count[kBins], low[kBins], high[kBins];  // elements; halves of the sums of their weights
+    } bins;
+  };
+  uint64_t part[kWarps];
+  uint64_t rest;  // of the target, inside what `found` names
+  int32_t found;
+  uint32_t listed, inside;  // tokens on the list (or more than it holds); tokens in the bin that was found
+  float best[kWarps];
+};
+
+// The 53 random bits of draw(), common/rng.h, before it makes a fraction of them.
+__device__ __forceinline__ uint64_t draw_bits(uint64_t seed, uint64_t position) {
+  uint64_t z = seed + (position + 1) * 0x9e3779b97f4a7c15ull;
+#pragma unroll 1
+  for (int round = 0; round < 2; round++) {
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
+    z ^= z >> 31;
+  }
+  return z >> 11;
+}
+
+// Distances from the highest logit over the temperature, rounded like the quotient: this is the division of the CPU
+// target without the code for special cases, which nvcc would repeat wherever there is one. The temperature is brought
+// to [1, 2), so that nothing on the way leaves the range of float32 (distances below 2^-100 apart); then a quotient that
+// is right to the last bit but one, and the exact remainder, give the rounded one.
+struct Distances {
+  float top, scale, divisor, reciprocal;
+
+  __device__ __forceinline__ Distances(float top, float temperature) : top(top) {
+    const int exponent = (int)(__float_as_uint(temperature) >> 23);  // 0 of a subnormal, which gets below 1
+    scale = exponent >= 254 ? __uint_as_float((uint32_t)(1 << 22) >> (exponent - 254))
+                            : __uint_as_float((uint32_t)(254 - max(exponent, 1)) << 23);
+    divisor = temperature * scale;
+    reciprocal = 1 / divisor;
+  }
+  // As float bits, which order as distances do: -0 is 0, and -inf and NaN are beyond every number.
+  __device__ __forceinline__ uint32_t of(float logit) const {
+    const float d = (logit - top) * scale;
+    float q = d * reciprocal;
+    q = fmaf(fmaf(-q, divisor, d), reciprocal, q);
+    q = fmaf(fmaf(-q, divisor, d), reciprocal, q);
+    return __float_as_uint(q) & 0x7FFFFFFF;
+  }
+  // No logit below this is within the distance.
+  __device__ __forceinline__ float logit_at(uint32_t distance) const {
+    const float bound = __uint_as_float(distance) * divisor * (1 + 0x1p-20f) / scale + 0x1p-140f / scale;
+    return top - bound - fabsf(top - bound) * 0x1p-22f;
+  }
+};
+// The weight of a distance.
+__device__ __forceinline__ uint64_t weight_of(uint32_t distance) {
+  return distance < kFar ? (uint64_t)(expf(-__uint_as_float(distance)) * kOne) : 0;
+}
+__device__ __forceinline__ uint64_t place_of(uint32_t distance, uint32_t token) {
+  return (uint64_t)distance << 32 | token;
+}
+__device__ __forceinline__ uint64_t weight_within(const Distances& distances, float logit, int token, uint64_t limit) {
+  const uint32_t d = distances.of(logit);
+  return place_of(d, token) <= limit ? weight_of(d) : 0;
+}
+constexpr uint32_t kLastToken = ~0u;  // a place with it comes after every token of its distance
+
+// What is used more than once is called, not inlined: a step's code shall stay in the instruction cache.
+#define MK_CALLED static __attribute__((noinline)) __device__
+
+struct Sums {
+  uint64_t before, all;
+};
+// Sums of v over the threads before this one, and over all.
+MK_CALLED Sums scan(uint64_t v, uint64_t* part, int tid) {
+  const int lane = tid & 31, warp = tid / 32;
+  uint64_t upto = v;
+#pragma unroll 1
+  for (int i = 1; i < 32; i *= 2) {
+    const uint64_t other = __shfl_up_sync(~0u, upto, i);
+    if (lane >= i) upto += other;
+  }
+  team_sync<kTeam>();  // the last sums were read
+  if (lane == 31) part[warp] = upto;
+  team_sync<kTeam>();
+  Sums sums{upto - v, 0};
+#pragma unroll 4
+  for (int w = 0; w < kWarps; w++) {
+    if (w < warp) sums.before += part[w];
+    sums.all += part[w];
+  }
+  return sums;
+}
+
+// Ascending. n: a power of two, 64 to kListTokens. Entries are compared in pairs, 32 neighbouring pairs by one warp: up
+// to a stride of 32 all that a warp reads it has written itself.
+MK_CALLED void sort_list(uint64_t* list, int n, int tid) {
+  team_sync<kTeam>();
+#pragma unroll 1
+  for (int size = 2; size <= n; size *= 2)
+#pragma unroll 1
+    for (int stride = size / 2; stride; stride /= 2) {
+#pragma unroll 1
+      for (int pair = tid; pair < n / 2; pair += kTeam) {
+        const int i = 2 * pair - (pair & (stride - 1)), j = i + stride;
+        const uint64_t a = list[i], b = list[j];
+        if ((a > b) == ((i & size) == 0)) {
+          list[i] = b;
+          list[j] = a;
+        }
+      }
+      if (stride > 32 || (stride == 1 && size >= 64))
+        team_sync<kTeam>();
+      else
+        __syncwarp();
+    }
+}
+
+// The n on the list in order; what is behind them, up to a power of two, comes after everything.
+MK_CALLED void order_list(uint64_t* list, int n, int tid) {
+  int size = 64;
+  while (size < n) size *= 2;
+  for (int i = n + tid; i < size; i += kTeam) list[i] = ~0ull;
+  sort_list(list, size, tid);
+}
+// Sum of the weights of the first n on the list. shift: where in an entry its distance is.
+MK_CALLED uint64_t list_weight(const uint64_t* list, int n, int shift, uint64_t* part, int tid) {
+  uint64_t own = 0;
+#pragma unroll 1
+  for (int i = tid; i < n; i += kTeam) own += weight_of((uint32_t)(list[i] >> shift));
+  return scan(own, part, tid).all;
+}
+// Index of the first on the list with whom the sum of weights exceeds target, which is less than the sum over n.
+MK_CALLED int list_find(const uint64_t* list, int n, int shift, uint64_t target, SamplerScratch& s, int tid) {
+  const int first = kEach * tid, end = min(first + kEach, n);
+  uint64_t own = 0;
+#pragma unroll 1
+  for (int i = first; i < end; i++) own += weight_of((uint32_t)(list[i] >> shift));
+  uint64_t upto = scan(own, s.part, tid).before;
+  if (upto <= target && target < upto + own) {
+    int i = first;
+    while ((upto += weight_of((uint32_t)(list[i] >> shift))) <= target) i++;
+    s.found = i;
+  }
+  team_sync<kTeam>();
+  return s.found;
+}
+
+template <int kVocab>
+struct Logits {
+  const float* p;  // 16-byte aligned
+  int tid;
+
+  __device__ __forceinline__ float4 load(int i) const {  // four neighbours; behind the last one -inf
+    if (kVocab % 4 == 0 || i + 4 <= kVocab) {
+      if (i < kVocab) return __ldcg((const float4*)(p + i));
+      return make_float4(-INFINITY, -INFINITY, -INFINITY, -INFINITY);
+    }
+    return make_float4(i < kVocab ? __ldcg(p + i) : -INFINITY, i + 1 < kVocab ? __ldcg(p + i + 1) : -INFINITY,
+                       i + 2 < kVocab ? __ldcg(p + i + 2) : -INFINITY, -INFINITY);
+  }
+  // use(i, logits i .. i + 3) for the whole vocabulary; all threads make the same number of calls.
+  template <int kAhead, class Use>
+  __device__ __forceinline__ void each(Use&& use) const {
+#pragma unroll 1
+    for (int base = 0; base < kVocab; base += kAhead * 4 * kTeam) {
+      float4 v[kAhead];
+#pragma unroll
+      for (int k = 0; k < kAhead; k++) v[k] = load(base + 4 * (k * kTeam + tid));
+#pragma unroll
+      for (int k = 0; k < kAhead; k++) use(base + 4 * (k * kTeam + tid), v[k]);
+    }
+  }
+};
+__device__ __forceinline__ float component(float4 v, int k) { return k == 0 ? v.x : k == 1 ? v.y : k == 2 ? v.z : v.w; }
+
+// Lists the places in [from, to] and returns their number: exact up to kListTokens, else any above.
+template <int kVocab>
+MK_CALLED int collect(Logits<kVocab> logits, Distances distances, uint64_t from, uint64_t to,
+                                    SamplerScratch& s) {
+  const int lane = logits.tid & 31;
+  const float low = distances.logit_at((uint32_t)(to >> 32));
+  team_sync<kTeam>();  // what was on the list was read
+  if (logits.tid == 0) s.listed = 0;
+  team_sync<kTeam>();
+  logits.template each<4>([&](int i, float4 v) {
+    if (!__any_sync(~0u, fmaxf(fmaxf(v.x, v.y), fmaxf(v.z, v.w)) >= low)) return;
+#pragma unroll 1
+    for (int k = 0; k < 4; k++) {
+      const uint64_t place = place_of(distances.of(component(v, k)), i + k);
+      const bool hit = place >= from && place <= to;
+      const uint32_t hits = __ballot_sync(~0u, hit);
+      if (hits == 0) continue;
+      // No more once the list is over: thousands of equals would queue up at the counter.
+      uint32_t at = kListTokens;
+      if (lane == 0 && *(volatile uint32_t*)&s.listed <= kListTokens) at = atomicAdd(&s.listed, __popc(hits));
+      at = __shfl_sync(~0u, at, 0) + __popc(hits & ((1u << lane) - 1));
+      if (hit && at < kListTokens) s.list[at] = place;
+    }
+  });
+  team_sync<kTeam>();
+  return min(s.listed, kListTokens + 1);
+}
+
+// Sums of the weights up to the limit: every thread's own of one run of tokens, those of the runs before, all.
+struct RunSums {
+  uint64_t own, before, all;
+};
+template <int kVocab>
+MK_CALLED RunSums sum_runs(Logits<kVocab> logits, Distances distances, uint64_t limit, SamplerScratch& s) {
+  constexpr int kRuns = ceil_div(kVocab, kRunTokens);
+  static_assert(kRuns <= kTeam, "the sum of every run of tokens has a thread");
+  const int lane = logits.tid & 31;
+  team_sync<kTeam>();
+#pragma unroll 1
+  for (int run = logits.tid / 32; run < kRuns; run += kWarps) {
+    uint64_t sum = 0;
+#pragma unroll 2
+    for (int i = run * kRunTokens + 4 * lane; i < (run + 1) * kRunTokens; i += 128) {
+      const float4 v = logits.load(i);
+#pragma unroll
+      for (int k = 0; k < 4; k++) sum += weight_within(distances, component(v, k), i + k, limit);
+    }
+#pragma unroll 1
+    for (int k = 16; k; k /= 2) sum += __shfl_xor_sync(~0u, sum, k);
+    if (lane == 0) s.runs[run] = sum;
+  }
+  team_sync<kTeam>();
+  const uint64_t own = logits.tid < kRuns ? s.runs[logits.tid] : 0;
+  const Sums sums = scan(own, s.part, logits.tid);
+  return {own, sums.before, sums.all};
+}
+
+template <int kVocab>
+struct TokenSampler {
+  const Sampling& r;
+  Logits<kVocab> logits;
+  Distances distances;
+  uint32_t floor;  // the farthest distance that min_p leaves
+  int position;
+  SamplerScratch& s;
+  int tid;
+
+  __device__ __forceinline__ bool top_k() const { return r.top_k > 0 && r.top_k < kVocab; }
+  __device__ __forceinline__ bool top_p() const { return r.top_p < 1; }
+  // A sum that exceeds this one is what top_p asks for.
+  __device__ __forceinline__ uint64_t nucleus(uint64_t sum) const {
+    const double goal = ceil((double)r.top_p * (double)sum);
+    return goal < 1 ? 0 : min((uint64_t)goal, sum) - 1;
+  }
+  // floor(draw * sum), exactly: less than the sum.
+  __device__ __forceinline__ uint64_t drawn(uint64_t sum) const {
+    return (uint64_t)((unsigned __int128)draw_bits(r.seed, (uint64_t)position) * sum >> 53);
+  }
+
+  // ---- when what may be chosen is little: a list in shared memory ------------------------------------------------------
+  // A distance that at least the `rank` nearest tokens keep: the rank-th of the nearest tokens of 512 or 2048 streams.
+  // best: the highest logits of this thread's four.
+  __device__ __forceinline__ uint32_t reach(int rank, float4 best) const {
+    const bool few = rank <= kTeam / 2;
+    team_sync<kTeam>();
+    if (few) {
+      s.list[tid] = distances.of(fmaxf(fmaxf(best.x, best.y), fmaxf(best.z, best.w)));
+    } else {
+#pragma unroll
+      for (int k = 0; k < kEach; k++) s.list[k * kTeam + tid] = distances.of(component(best, k));
+    }
+    sort_list(s.list, few ? kTeam : kListTokens, tid);
+    return min((uint32_t)s.list[rank - 1], kFar - 1);
+  }
+  // How many of the first n on the ordered list are not beyond the floor.
+  __device__ __forceinline__ int above_floor(int n) const {
+    int low = 0;
+    while (low < n) {
+      const int middle = (low + n) / 2;
+      if ((uint32_t)(s.list[middle] >> 32) <= floor)
+        low = middle + 1;
+      else
+        n = middle;
+    }
+    return low;
+  }
+  // The token, or -1 when the list cannot hold what may be chosen.
+  __device__ __forceinline__ int choose_from_list(float4 best) const {
+    uint32_t far = kFar - 1;
+    if (kVocab > kListTokens) {
+      if (top_k() && r.top_k > kListRank) return -1;
+      far = reach(top_k() ? r.top_k : kListRank, best);
+    }
+    uint64_t sum = 0;  // over all tokens that top_k leaves
+    if (!top_k()) {
+      far = min(far, floor);
+      sum = sum_runs(logits, distances, place_of(kFar - 1, kLastToken), s).all;
+    }
+    int n = collect(logits, distances, 0, place_of(far, kLastToken), s);
+    if (n > kListTokens) return -1;
+    order_list(s.list, n, tid);
+    if (top_k()) n = min(n, r.top_k);
+    if (top_p()) {
+      const uint64_t listed = list_weight(s.list, n, 32, s.part, tid), target = nucleus(top_k() ? listed : sum);
+      if (target < listed)
+        n = list_find(s.list, n, 32, target, s, tid) + 1;
+      else if (far < floor)
+        return -1;  // the nucleus reaches beyond the list
+    }
+    n = above_floor(n);
+    int shift = 32;
+    if (!top_p()) {  // the draw walks by id
+      team_sync<kTeam>();
+#pragma unroll 1
+      for (int i = tid; i < n; i += kTeam) s.list[i] = s.list[i] << 32 | s.list[i] >> 32;
+      order_list(s.list, n, tid);
+      shift = 0;
+    }
+    const uint64_t target = drawn(list_weight(s.list, n, shift, s.part, tid));
+    return (int)(uint32_t)(s.list[list_find(s.list, n, shift, target, s, tid)] >> (32 - shift));
+  }
+
+  // ---- the whole vocabulary ----------------------------------------------------------------------------------------------
+  // Lowest token with which the weights up to the limit, in order of id, exceed target.
+  __device__ __forceinline__ int first_by_id(uint64_t limit, const RunSums& sums, uint64_t target) const {
+    if (sums.before <= target && target < sums.before + sums.own) {
+      s.found = tid;
+      s.rest = target - sums.before;
+    }
+    team_sync<kTeam>();
+    target = s.rest;
+    constexpr int kOf = kRunTokens / kTeam;
+    const int first = s.found * kRunTokens + kOf * tid;
+    uint64_t part[kOf], own = 0;
+#pragma unroll
+    for (int k = 0; k < kOf; k++) {
+      const int i = first + k;
+      part[k] = i < kVocab ? weight_within(distances, __ldcg(logits.p + i), i, limit) : 0;
+      own += part[k];
+    }
+    uint64_t upto = scan(own, s.part, tid).before;
+#pragma unroll
+    for (int k = 0; k < kOf; k++) {
+      if (upto <= target && target < upto + part[k]) s.found = first + k;
+      upto += part[k];
+    }
+    team_sync<kTeam>();
+    return s.found;
+  }
+  // First place with which the weights (by_weight) or the number of places up to the limit exceed target; the limit when
+  // they never do. One digit of the place after the other, by histograms, until the list holds what is left.
+  __device__ __forceinline__ uint64_t select(bool by_weight, uint64_t limit, uint64_t target) const {
+    uint64_t from = 0, to = limit;
+#pragma unroll 1
+    for (int level = 0;; level++) {
+      // Of the distance 31 bits in digits of 11, 11 and 9, of the token 19 bits in digits of 11 and 8.
+      const int low = level == 0 ? 52 : level == 1 ? 41 : level == 2 ? 32 : level == 3 ? 8 : 0;
+      team_sync<kTeam>();
+#pragma unroll 1
+      for (int i = tid; i < kBins; i += kTeam) s.bins.count[i] = s.bins.low[i] = s.bins.high[i] = 0;
+      team_sync<kTeam>();
+      logits.template each<2>([&](int i, float4 v) {
+#pragma unroll 1
+        for (int k = 0; k < 4; k++) {
+          const uint32_t distance = distances.of(component(v, k));
+          const uint64_t place = place_of(distance, i + k);
+          if (place < from || place > to) continue;
+          const uint32_t bin = (uint32_t)((place - from) >> low);
+          atomicAdd(&s.bins.count[bin], 1u);
+          if (!by_weight) continue;
+          const uint64_t w = weight_of(distance);
+          const uint32_t before = atomicAdd(&s.bins.low[bin], (uint32_t)w);
+          atomicAdd(&s.bins.high[bin], (uint32_t)(w >> 32) + (before + (uint32_t)w < before));
+        }
+      });
+      team_sync<kTeam>();
+      uint64_t part[kEach], own = 0;
+#pragma unroll
+      for (int k = 0; k < kEach; k++) {
+        const int bin = kEach * tid + k;
+        part[k] = by_weight ? (uint64_t)s.bins.high[bin] << 32 | s.bins.low[bin] : s.bins.count[bin];
+        own += part[k];
+      }
+      auto [upto, all] = scan(own, s.part, tid);
+      if (target >= all) return limit;
+#pragma unroll
+      for (int k = 0; k < kEach; k++) {
+        if (upto <= target && target < upto + part[k]) {
+          s.found = kEach * tid + k;
+          s.inside = s.bins.count[kEach * tid + k];
+          s.rest = target - upto;
+        }
+        upto += part[k];
+      }
+      team_sync<kTeam>();
+      from += (uint64_t)s.found << low;
+      to = min(limit, from | ((uint64_t{1} << low) - 1));
+      target = s.rest;
+      if (s.inside > kListTokens) continue;  // never after the last digit: a place is there once
+      const int n = collect(logits, distances, from, to, s);
+      order_list(s.list, n, tid);
+      return s.list[by_weight ? list_find(s.list, n, 32, target, s, tid) : (int)target];
+    }
+  }
+  __device__ __forceinline__ int choose_from_all() const {
+    enum Step { kTopK, kTopP, kDraw };
+    uint64_t limit = place_of(kFar - 1, kLastToken);
+#pragma unroll 1
+    for (int step = top_k() ? kTopK : top_p() ? kTopP : kDraw;; step = step == kTopK && top_p() ? kTopP : kDraw) {
+      uint64_t target = (uint64_t)r.top_k - 1;
+      if (step == kDraw) limit = min(limit, place_of(floor, kLastToken));
+      if (step != kTopK) {
+        const RunSums sums = sum_runs(logits, distances, limit, s);
+        target = step == kDraw ? drawn(sums.all) : nucleus(sums.all);
+        if (step == kDraw && !top_p()) return first_by_id(limit, sums, target);
+      }
+      limit = select(step != kTopK, limit, target);
+      if (step == kDraw) return (int)(uint32_t)limit;
+    }
+  }
+};
+
+// Once for every token of the history, however often it is there.
+template <int kVocab>
+__device__ __forceinline__ void penalise(float penalty, float* logits, const int32_t* history, int length, int tid,
+                                         SamplerScratch& s) {
+  constexpr int kAhead = 4;
+#pragma unroll 1
+  for (int first = 0; first < kVocab; first += kSeenTokens) {
+    const uint32_t tokens = min(kVocab - first, kSeenTokens);
+    team_sync<kTeam>();
+#pragma unroll 1
+    for (int i = tid; i < ceil_div(tokens, 32); i += kTeam) s.seen[i] = 0;
+    team_sync<kTeam>();
+#pragma unroll 1
+    for (int base = tid; base < length; base += kAhead * kTeam) {
+      int32_t token[kAhead];
+      bool fresh[kAhead];
+      float v[kAhead];
+#pragma unroll
+      for (int k = 0; k < kAhead; k++) token[k] = base + k * kTeam < length ? __ldcg(history + base + k * kTeam) : -1;
+#pragma unroll
+      for (int k = 0; k < kAhead; k++) {
+        const uint32_t i = (uint32_t)(token[k] - first), bit = 1u << (i & 31);
+        fresh[k] = token[k] >= first && i < tokens && !(atomicOr(&s.seen[i / 32], bit) & bit);
+        if (fresh[k]) v[k] = __ldcg(logits + token[k]);
+      }
+#pragma unroll
+      for (int k = 0; k < kAhead; k++)
+        if (fresh[k]) logits[token[k]] = v[k] < 0 ? v[k] * penalty : v[k] / penalty;
+    }
+  }
+}
+
+// The highest logit; best: the highest of this thread's, of every fourth.
+template <int kVocab>
+__device__ __forceinline__ float find_top(Logits<kVocab> logits, SamplerScratch& s, float4& best) {
+  best = make_float4(-INFINITY, -INFINITY, -INFINITY, -INFINITY);
+  logits.template each<4>([&](int, float4 v) {
+    best = make_float4(fmaxf(best.x, v.x), fmaxf(best.y, v.y), fmaxf(best.z, v.z), fmaxf(best.w, v.w));
+  });
+  float top = fmaxf(fmaxf(best.x, best.y), fmaxf(best.z, best.w));
+#pragma unroll
+  for (int i = 16; i; i /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, i));
+  if (logits.tid % 32 == 0) s.best[logits.tid / 32] = top;
+  team_sync<kTeam>();
+#pragma unroll 4
+  for (int w = 0; w < kWarps; w++) top = fmaxf(top, s.best[w]);
+  return top;
+}
+template <int kVocab>
+__device__ __forceinline__ int first_of(float top, Logits<kVocab> logits, SamplerScratch& s) {
+  if (logits.tid == 0) s.found = kVocab;
+  team_sync<kTeam>();
+  int first = kVocab;
+  logits.template each<4>([&](int i, float4 v) {
+    first = min(first, v.x == top ? i : v.y == top ? i + 1 : v.z == top ? i + 2 : v.w == top ? i + 3 : kVocab);
+  });
+  if (first < kVocab) atomicMin(&s.found, first);
+  team_sync<kTeam>();
+  return s.found < kVocab ? s.found : 0;  // there is none when all are NaN
+}
+
+// The token of `position`, in every thread. logits: float32 [kVocab], 16-byte aligned, changed by the penalty. history:
+// [length] tokens so far. tid: 0 .. kTeam - 1; all threads of the team call it, and meet nobody else. The scratch may be
+// used for something else before the call and after it. NaN is never chosen; without a finite highest logit the token is
+// the first that has it.
+template <int kVocab>
+__device__ __forceinline__ int sample(const Sampling& r, float* logits, const int32_t* history, int length, int position,
+                                      int tid, SamplerScratch& scratch) {
+  const Logits<kVocab> view{logits, tid};
+  if (r.repetition_penalty != 1) penalise<kVocab>(r.repetition_penalty, logits, history, length, tid, scratch);
+  team_sync<kTeam>();
+  float4 best;
+  const float top = find_top(view, scratch, best);
+  int token = -1;
+  if (r.temperature == 0 || !(fabsf(top) < INFINITY)) {
+    token = first_of(top, view, scratch);
+  } else {
+    const uint32_t floor = r.min_p > 0 ? __float_as_uint(logf(r.min_p)) & 0x7FFFFFFF : kFar;
+    const TokenSampler<kVocab> sampler{r,        view,    Distances(top, r.temperature), min(floor, kFar - 1),
+                                       position, scratch, tid};
+    if (sampler.top_k() || sampler.top_p()) token = sampler.choose_from_list(best);
+    if (token < 0) token = sampler.choose_from_all();
+  }
+  team_sync<kTeam>();
+  return token;
+}
+
+}  // namespace mk
