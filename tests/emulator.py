@@ -57,7 +57,8 @@ def build(
 ) -> Path:
     """Compiles `source` for the emulated machine. headers: a folder that holds model.h; races: look for them."""
     compiled = out.with_name(out.name + ".o")
-    _run([*_command(headers), *KERNEL, *(RACES if races else ()), "-c", source, "-o", compiled])
+    place = f'-DMK_EMULATOR_IMAGE="{out}"'
+    _run([*_command(headers), *KERNEL, *(RACES if races else ()), place, "-c", source, "-o", compiled])
     _run([*_command(), *_machine(), compiled, *link, "-o", out])
     return out
 

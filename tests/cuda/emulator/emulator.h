@@ -59,6 +59,9 @@ struct dim3 {
 };
 
 // ---- the machine ---------------------------------------------------------------------------------------------------
+#ifdef MK_EMULATOR_IMAGE  // where the linked program will lie: a loader may run a copy without a name
+extern "C" __attribute__((visibility("hidden"))) constinit const char emulator_image[] = MK_EMULATOR_IMAGE;
+#endif
 #define EMULATOR_API __attribute__((visibility("hidden"), noinline))
 namespace emulator {
 

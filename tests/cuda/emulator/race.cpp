@@ -1,6 +1,7 @@
 #include "race.h"
 #include <algorithm>
 #include <cstdio>
+#include <cstdlib>
 #include <memory>
 #include <set>
 #include <string>
@@ -11,6 +12,7 @@ namespace emulator::race {
 namespace {
 
 bool instrumented = false, running = false;
+bool dependent = false;  // relaxed words order what came before, as values that depend on it do
 
 struct Access {
   uint32_t time = 0;  // of its warp; 0: none
@@ -126,6 +128,7 @@ void begin() {
   words.clear();
   running = instrumented;
   if (!running) return;
+  dependent = getenv("MK_EMULATOR_DEPENDENT") != nullptr;
   warps = machine.blocks.size() * machine.blocks[0].warps.size();
   clocks = warps + machine.blocks.size();
   copy_times.assign(machine.blocks.size(), 0);
@@ -183,12 +186,13 @@ void acquire(Warp& w, const void* from) {
   if (at != words.end()) learn(w, at->second);
 }
 void relaxed_store(Warp& w, const void* to) {
+  if (running && dependent) publish(w, words[to]);
   if (running && !w.knowledge.fenced.empty()) join(words[to], w.knowledge.fenced);
 }
 void relaxed_load(Warp& w, const void* from) {
   if (!running) return;
   const auto at = words.find(from);
-  if (at != words.end()) join(w.knowledge.seen, at->second);
+  if (at != words.end()) join(dependent ? w.knowledge.known : w.knowledge.seen, at->second);
 }
 void fence(Warp& w) {
   if (!running) return;

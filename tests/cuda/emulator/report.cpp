@@ -3,12 +3,14 @@
 #include <signal.h>
 #include <sys/time.h>
 #include <ucontext.h>
+#include <algorithm>
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
 #include <string>
-#include <tuple>
 #include "machine.h"
+
+extern "C" __attribute__((weak, visibility("hidden"))) const char emulator_image[];
 
 namespace emulator {
 
@@ -16,7 +18,8 @@ std::string source(const void* site) {
   Dl_info at;
   if (!site || !dladdr(site, &at)) return "";
   char command[4096];
-  snprintf(command, sizeof command, "addr2line -Cfpis -e '%s' 0x%lx 2>/dev/null", at.dli_fname,
+  const char* image = emulator_image ? emulator_image : at.dli_fname;
+  snprintf(command, sizeof command, "addr2line -Cfpis -e '%s' 0x%lx 2>/dev/null", image,
            (unsigned long)((const char*)site - (const char*)at.dli_fbase - 1));
   std::string text;
   if (FILE* f = popen(command, "r")) {
@@ -54,42 +57,48 @@ std::string detail(const Block& b, const Doing& d, State state) {
   return text;
 }
 
-void print_blocks() {
-  using Key = std::tuple<std::string, const void*>;
-  std::map<const void*, int> sites;
-  std::vector<const void*> order;
-  for (const Block& b : machine.blocks) {
-    fprintf(stderr, "block %d\n", b.index);
-    std::vector<std::pair<Key, std::string>> rows;  // what the warps do; which warps
-    for (const Warp& w : b.warps) {
-      std::map<Key, uint32_t> groups;
-      for (const Lane& l : w.lanes) {
-        const char* state = l.state == State::ready ? " (runs)" : l.state == State::meeting ? " (waits for lanes)" : "";
-        groups[{l.doing.what + detail(b, l.doing, l.state) + (l.state == State::left ? "" : state), l.doing.site}] |=
-            1u << l.index;
-      }
-      for (const auto& [key, lanes] : groups) {
-        std::string who = std::to_string(w.index);
-        char mask[32];
-        snprintf(mask, sizeof mask, ":%08x", lanes);
-        if (lanes != w.exists) who += mask;
-        bool added = false;
-        for (auto& [other, names] : rows)
-          if (other == key) names += " " + who, added = true;
-        if (!added) rows.push_back({key, who});
-      }
+// What the warps of a block do, a line for each thing. sites: numbers of the places, filled here.
+std::string describe(const Block& b, std::vector<const void*>& sites) {
+  using Key = std::pair<std::string, const void*>;
+  std::vector<std::pair<Key, std::string>> rows;  // and which warps do it
+  for (const Warp& w : b.warps) {
+    std::map<Key, uint32_t> groups;
+    for (const Lane& l : w.lanes) {
+      const char* state = l.state == State::ready ? " (runs)" : l.state == State::meeting ? " (waits for lanes)" : "";
+      groups[{l.doing.what + detail(b, l.doing, l.state) + state, l.doing.site}] |= 1u << l.index;
     }
-    for (const auto& [key, names] : rows) {
-      const auto& [what, site] = key;
-      fprintf(stderr, "  warps %s: %s", names.c_str(), what.c_str());
-      if (site) {
-        if (sites.emplace(site, (int)order.size() + 1).second) order.push_back(site);
-        fprintf(stderr, " [%d]", sites[site]);
-      }
-      fprintf(stderr, "\n");
+    for (const auto& [key, lanes] : groups) {
+      char mask[16] = "";
+      if (lanes != w.exists) snprintf(mask, sizeof mask, ":%08x", lanes);
+      auto row = std::find_if(rows.begin(), rows.end(), [&, &k = key](const auto& r) { return r.first == k; });
+      if (row == rows.end()) row = rows.insert(row, {key, ""});
+      row->second += " " + std::to_string(w.index) + mask;
     }
   }
-  for (size_t i = 0; i < order.size(); i++) fprintf(stderr, "[%zu] %s\n", i + 1, source(order[i]).c_str());
+  std::string text;
+  for (const auto& [key, who] : rows) {
+    text += "  warps" + who + ": " + key.first;
+    if (key.second) {
+      auto site = std::find(sites.begin(), sites.end(), key.second);
+      if (site == sites.end()) site = sites.insert(site, key.second);
+      text += " [" + std::to_string(site - sites.begin() + 1) + "]";
+    }
+    text += "\n";
+  }
+  return text;
+}
+
+void print_blocks() {
+  std::vector<const void*> sites;
+  std::vector<std::pair<std::string, std::string>> groups;  // blocks in one state together
+  for (const Block& b : machine.blocks) {
+    const std::string text = describe(b, sites);
+    auto group = std::find_if(groups.begin(), groups.end(), [&](const auto& g) { return g.first == text; });
+    if (group == groups.end()) group = groups.insert(group, {text, "block"});
+    group->second += " " + std::to_string(b.index);
+  }
+  for (const auto& [text, who] : groups) fprintf(stderr, "%s\n%s", who.c_str(), text.c_str());
+  for (size_t i = 0; i < sites.size(); i++) fprintf(stderr, "[%zu] %s\n", i + 1, source(sites[i]).c_str());
 }
 
 [[noreturn]] void report(const std::string& text, const void* site) {
