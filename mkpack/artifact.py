@@ -12,6 +12,7 @@ import re
 import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ from mkpack.container import MAX_ENTRIES, ZipWriter, names_problems
 from mkpack.digest import Digester, Progress, Verification
 from mkpack.errors import InternalError, UserError, combine, nearest, os_errors
 from mkpack.manifest import MANIFEST_NAME, Entry, Manifest, capped, shown
+from mkpack.platform import can_punch_holes, punch_hole
 from mkpack.store import FolderStore, Use, ZipStore, address
 
 if TYPE_CHECKING:
@@ -27,6 +29,14 @@ if TYPE_CHECKING:
 
 MAX_MANIFEST = 64 << 20  # bytes
 BLOCK = 4 << 20  # bytes in memory while an entry is copied
+
+
+@dataclass(frozen=True)
+class Given:
+    """A file that is given up: it is emptied while it is copied, where the file system can, so that the disk holds its
+    bytes once."""
+
+    path: Path
 
 
 class Artifact:
@@ -204,7 +214,7 @@ def _manifest_bytes(store: ZipStore | FolderStore) -> bytes:
 
 def write_artifact(
     path: Path,
-    entries: Sequence[tuple[str, Path | bytes]],
+    entries: Sequence[tuple[str, Path | bytes | Given]],
     make_manifest: Callable[[dict[str, Entry]], Manifest],
     progress: Progress | None = None,
 ) -> Manifest:
@@ -224,9 +234,11 @@ def write_artifact(
     if path.is_dir():
         raise UserError(f"cannot write {path}: a folder of that name is in the way")
     with os_errors(f"write {path}"):
-        sizes = [len(source) if isinstance(source, bytes) else source.stat().st_size for _, source in ordered]
+        sizes = [_size(source) for _, source in ordered]
+        punched = can_punch_holes(path.parent)
+        new = [size for (_, s), size in zip(ordered, sizes, strict=True) if not (punched and isinstance(s, Given))]
         # Headers and padding take less than 8 KiB an entry.
-        _check_space(path, sum(sizes) + 8192 * (len(sizes) + 1))
+        _check_space(path, sum(new) + BLOCK + 8192 * (len(sizes) + 1))
         temporary = _temporary(path)
         try:
             with open(temporary, "wb") as out:
@@ -243,7 +255,7 @@ def write_artifact(
 
 def _write_zip(
     writer: ZipWriter,
-    entries: list[tuple[str, Path | bytes]],
+    entries: list[tuple[str, Path | bytes | Given]],
     sizes: list[int],
     make_manifest: Callable[[dict[str, Entry]], Manifest],
     progress: Progress | None,
@@ -268,13 +280,24 @@ def _write_zip(
     return manifest
 
 
-def _blocks(source: Path | bytes) -> Iterator[bytes]:
+def _size(source: Path | bytes | Given) -> int:
+    if isinstance(source, bytes):
+        return len(source)
+    return (source.path if isinstance(source, Given) else source).stat().st_size
+
+
+def _blocks(source: Path | bytes | Given) -> Iterator[bytes]:
     if isinstance(source, bytes):
         yield source
         return
-    with open(source, "rb") as file:
+    path, mode = (source.path, "r+b") if isinstance(source, Given) else (source, "rb")
+    with open(path, mode, buffering=0) as file:
+        done = 0
         while block := file.read(BLOCK):
             yield block
+            if isinstance(source, Given):  # its copy is written
+                punch_hole(file.fileno(), done, len(block))
+            done += len(block)
 
 
 def extract(path: Path | str, folder: Path) -> None:

@@ -14,32 +14,40 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mkpack import __version__, codegen, platform, provenance, quality, quantize, trust
+from mkpack import __version__, codegen, platform, provenance, quality, trust
 from mkpack import compile as compiling
-from mkpack.artifact import build_lock, clean_temporaries, open_artifact, write_artifact
+from mkpack.artifact import Given, build_lock, clean_temporaries, open_artifact, write_artifact
 from mkpack.checkpoint import Checkpoint
+from mkpack.codegen_cuda import cuda_header
 from mkpack.compile import Kernel, Unit, compile_kernels
 from mkpack.dummy import Dummy
 from mkpack.errors import UserError, os_errors
 from mkpack.layout import Layout
-from mkpack.manifest import FORMAT_VERSION, MANIFEST_NAME, Entry, KernelEntry, Limits, Manifest, Producer, Source, WeightsEntry
+from mkpack.manifest import (
+    FORMAT_VERSION,
+    MANIFEST_NAME,
+    Entry,
+    KernelEntry,
+    Limits,
+    Manifest,
+    Producer,
+    Source,
+    WeightsEntry,
+)
 from mkpack.native import Library, NativeModel
-from mkpack.pack import BlobWriter
-from mkpack.plan import Plan, QualityPlan, groups, plan
+from mkpack.packing import REFERENCE, Blobs, pack
+from mkpack.plan import Plan, QualityPlan, plan
 from mkpack.recipe import load_recipe
-from mkpack.spec import TensorRole
 from mkpack.store import address
+from mkpack.targets import layout_name
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-# Name of the unit and blob of the bf16 model that the quality is measured against.
-REFERENCE = "reference"
 
 
 def build(
@@ -66,7 +74,7 @@ def build(
     compiler = platform.compiler()
     if compiler is None:
         raise UserError(platform.no_compiler())
-    _check_libraries()
+    _check_libraries(recipe_path)
     path = _output(recipe_path, output)
     todo = plan(recipe_path, weights=True, progress=console is not None, like=like)
     checkpoint = todo.checkpoint
@@ -74,36 +82,40 @@ def build(
     say(f"source    {todo.source}: {len(todo.roles)} tensors, {todo.spec.family}")
     for note in _notes(todo, checkpoint):
         say(f"note      {note}")
-    producer = provenance.producer(compiler)
+    producer = provenance.producer(compiler, platform.nvcc() if "cuda" in todo.layouts else None)
     with build_lock(path, lambda: say(f"waiting   for another build of {path}")), os_errors(f"build {path}"):
         clean_temporaries(path)
         if force or not path.exists():
-            _check_disk(todo, path)  # hashing the source may take long
+            _check_disk(todo, path, keep_work)  # hashing the source may take long
         digests = checkpoint.digests(expected=todo.sha256)
         key = _build_key(todo, digests, producer)
         if not force and _is_current(path, key):
             say(f"current   {path} is up to date")
             return path
-        _check_disk(todo, path)
+        _check_disk(todo, path, keep_work)
         with _work_folder(path, keep_work) as work:
             limits = Limits(**todo.recipe.limits.model_dump())
-            units = [Unit(t, t, codegen.model_header(todo.layout, limits, t)) for t in todo.targets]
+            units = [Unit(t, t, _header(todo, limits, t)) for t in todo.targets]
             if todo.quality:
                 header = codegen.model_header(todo.quality.reference, limits, todo.quality.target)
                 units.append(Unit(REFERENCE, todo.quality.target, header))
             with ThreadPoolExecutor(1) as pool:
                 # The compiler works beside the quantiser; both are done before anything is measured.
                 kernels = pool.submit(compile_kernels, units, work)
-                blobs, report = _pack(todo, checkpoint, work, kernels, console)
+                blobs, report = pack(todo, checkpoint, work, kernels, console)
+                say(f"packed    {todo.artifact_bytes / 1e6:.1f} MB of weights in {time.monotonic() - start:.1f} s")
                 compiled = kernels.result()
             for target in todo.targets:
                 say(f"compiled  {target} with {compiled[target].compiler}")
+                for resources in compiled[target].resources:
+                    say(f"          {resources.render()}")
             if todo.quality:
-                measured = _measure(todo.layout, todo.quality, limits, blobs, compiled, work)
+                measured = _measure(todo.layout, todo.quality, limits, blobs["cpu"], compiled, work)
                 report["end_to_end"] = asdict(measured)
                 say(f"quality   {measured.render()}")
-            say(f"quality   relative error of the weights {report['relative_error']:.4f}")
-            manifest = _publish(path, todo, limits, digests, key, producer, blobs, compiled, report)
+            if "relative_error" in report:
+                say(f"quality   relative error of the weights {report['relative_error']:.4f}")
+            manifest = _publish(path, todo, limits, digests, key, producer, blobs, compiled, report, keep_work)
     try:
         # Whoever compiled a kernel needs no one's word for it.
         trust.remember([manifest.entries[k.path].sha256 for k in manifest.kernels.values()], "built", manifest.name)
@@ -111,6 +123,13 @@ def build(
         say(f"note      run it with --trust-kernel, for its kernel could not be noted as yours: {e}")
     say(f"built     {path}: {path.stat().st_size / 1e6:.1f} MB in {time.monotonic() - start:.1f} s")
     return path
+
+
+def _header(todo: Plan, limits: Limits, target: str) -> str:
+    layout = todo.layouts[layout_name(target)]
+    if isinstance(layout, Layout):
+        return codegen.model_header(layout, limits, target)
+    return cuda_header(layout, limits, target)
 
 
 def _output(recipe_path: Path, output: Path | str | None) -> Path:
@@ -160,13 +179,14 @@ def _check_replaceable(path: Path, recipe_path: Path) -> None:
         ) from e
 
 
-def _check_libraries() -> None:
-    missing = [m for m in ("torch", "modelopt") if importlib.util.find_spec(m) is None]
-    if missing:
-        raise UserError(
-            f"building needs torch and nvidia-modelopt; not installed here: {', '.join(missing)}; "
-            "pip install 'mkpack[build]'"
-        )
+def _check_libraries(recipe_path: Path) -> None:
+    if load_recipe(recipe_path).source.dummy is None:
+        missing = [m for m in ("torch", "modelopt") if importlib.util.find_spec(m) is None]
+        if missing:
+            raise UserError(
+                f"building needs torch and nvidia-modelopt; not installed here: {', '.join(missing)}; "
+                "pip install 'mkpack[build]'"
+            )
     compiling.ninja()
 
 
@@ -211,11 +231,14 @@ def _is_current(path: Path, key: str) -> bool:
         return False  # damaged or of another version: it is replaced
 
 
-def _check_disk(todo: Plan, path: Path) -> None:
-    free = platform.free_disk(path.absolute().parent)
-    if free < todo.disk_bytes:
+def _check_disk(todo: Plan, path: Path, keep_work: bool) -> None:
+    folder = path.absolute().parent
+    free, needed = platform.free_disk(folder), todo.disk_bytes
+    if keep_work or not platform.can_punch_holes(folder):  # the blobs stay beside the artifact they are copied into
+        needed += todo.artifact_bytes
+    if free < needed:
         raise UserError(
-            f"{path}: building needs {todo.disk_bytes / 1e9:.2f} GB of disk, {free / 1e9:.2f} GB are free; "
+            f"{path}: building needs {needed / 1e9:.2f} GB of disk, {free / 1e9:.2f} GB are free; "
             "free some or choose another folder with --output"
         )
 
@@ -236,55 +259,6 @@ def _work_folder(path: Path, keep: bool) -> Iterator[Path]:
             print(f"work kept in {kept}", file=sys.stderr)
         else:
             shutil.rmtree(work, ignore_errors=True)
-
-
-def _pack(
-    todo: Plan,
-    checkpoint: Checkpoint | Dummy,
-    work: Path,
-    kernels: Future[dict[str, Kernel]],
-    console: Console | None,
-) -> tuple[list[Path], dict[str, Any]]:
-    """Quantises tensor by tensor into every rank's blob. Returns the blobs and the error report.
-
-    kernels: what compiles meanwhile; when that fails, so does this, without the rest of the work.
-    """
-    paths = [work / f"rank-{r}.bin" for r in range(todo.layout.tp)]
-    errors: dict[str, quantize.ErrorStats] = {}
-    with contextlib.ExitStack() as open_blobs:
-        writer = open_blobs.enter_context(BlobWriter(todo.layout, paths))
-        plain = None
-        if todo.quality:
-            plain = open_blobs.enter_context(BlobWriter(todo.quality.reference, [work / f"{REFERENCE}.bin"]))
-        for group in _progress(list(groups(todo.roles)), console):
-            if kernels.done():
-                kernels.result()
-            read = [checkpoint.read(role.source, role.part) for role in group]
-            shared = None
-            for role, tensor in zip(group, read, strict=True):
-                for fmt in todo.formats(role):
-                    if fmt == "nvfp4" and len(group) > 1 and shared is None:
-                        shared = quantize.tensor_scale(*read, names=[r.label for r in group])
-                    q = quantize.quantise(tensor, fmt, name=role.label, scale2=shared)
-                    writer.put(role.name, q, fmt)
-                    if role.precision:
-                        # The second format of a tied embedding is that of the head.
-                        errors["lm_head" if role.name in errors else role.name] = quantize.tensor_error(q, tensor)
-                if plain:
-                    fmt = plain.layout.format_of(role)
-                    plain.put(role.name, quantize.quantise(tensor, fmt, name=role.label), fmt)
-    total = sum(errors.values(), quantize.ErrorStats())
-    tensors = {name: round(e.relative, 6) for name, e in errors.items()}
-    return paths, {"relative_error": round(total.relative, 6), "tensors": tensors}
-
-
-def _progress(groups: list[list[TensorRole]], console: Console | None) -> Iterator[list[TensorRole]]:
-    if console is None:
-        yield from groups
-        return
-    from rich.progress import track
-
-    yield from track(groups, description="quantise", console=console, transient=True)
 
 
 def _measure(
@@ -337,15 +311,15 @@ def _publish(
     digests: dict[str, str],
     key: str,
     producer: Producer,
-    blobs: list[Path],
+    blobs: Blobs,
     compiled: dict[str, Kernel],
     report: dict[str, Any],
+    keep_work: bool,
 ) -> Manifest:
-    layout = todo.layout
     tokenizer = {f"tokenizer/{n}": p for n, p in todo.tokenizer_files().items()}
-    weights = {f"weights/rank-{r}.bin": p for r, p in enumerate(blobs)}
+    weights = {f"weights/{p.name}": p if keep_work else Given(p) for paths in blobs.values() for p in paths}
     kernels = {t: f"kernels/{t}.so" for t in todo.targets}
-    entries: dict[str, Path | bytes] = {
+    entries: dict[str, Path | bytes | Given] = {
         **{kernels[t]: compiled[t].path for t in todo.targets},
         **tokenizer,
         **todo.legal_files(),
@@ -372,24 +346,31 @@ def _publish(
             recipe=todo.recipe.canonical_text(),
             build_key=key,
             spec=todo.spec,
-            precision=layout.precision,  # type: ignore[arg-type]
+            precision=todo.layout.precision,  # type: ignore[arg-type]
             limits=limits,
-            tp=layout.tp,
-            kernels={
-                t: KernelEntry(
-                    path=kernels[t],
-                    layout="cpu",
-                    description=codegen.description(todo.spec, layout.sections, layout.nbytes, layout.tp, limits, t),
-                    compiler=compiled[t].compiler,
-                    requires=compiled[t].requires,  # type: ignore[arg-type]
-                )
-                for t in todo.targets
-            },
-            weights=[WeightsEntry(layout="cpu", rank=r, path=p, nbytes=layout.nbytes) for r, p in enumerate(weights)],
-            sections={"cpu": layout.sections},
+            tp=todo.layout.tp,
+            kernels={t: _kernel_entry(todo, limits, t, kernels[t], compiled[t]) for t in todo.targets},
+            weights=[
+                WeightsEntry(layout=name, rank=r, path=f"weights/{p.name}", nbytes=todo.layouts[name].nbytes)
+                for name, paths in blobs.items()
+                for r, p in enumerate(paths)
+            ],
+            sections={name: layout.sections for name, layout in todo.layouts.items()},
             tokenizer_files=sorted(tokenizer),
-            quality={k: v for k, v in report.items() if k != "tensors"},
+            quality=None if source.dummy else {k: v for k, v in report.items() if k != "tensors"},
             entries=found,
         )
 
     return write_artifact(path, list(entries.items()), manifest)
+
+
+def _kernel_entry(todo: Plan, limits: Limits, target: str, path: str, compiled: Kernel) -> KernelEntry:
+    name = layout_name(target)
+    layout = todo.layouts[name]
+    return KernelEntry(
+        path=path,
+        layout=name,
+        description=codegen.description(todo.spec, layout.sections, layout.nbytes, layout.tp, limits, target),
+        compiler=compiled.compiler,
+        requires=compiled.requires,  # type: ignore[arg-type]
+    )

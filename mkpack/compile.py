@@ -8,12 +8,13 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from mkpack import cubin, platform
 from mkpack.errors import InternalError, UserError
+from mkpack.layout_cuda import GRID
 
 # Contraction is off because every fused multiply-add is written out: results may not depend on the compiler's mood.
 CPU_FLAGS = (
@@ -123,28 +124,25 @@ def cuda_flags(target: str) -> list[str]:
     return [*CUDA_FLAGS, "-gencode", f"arch=compute_{target.removeprefix('sm_')},code={target}"]
 
 
-def _compilers(targets: Iterable[str]) -> dict[str, platform.Compiler]:
-    """The compiler of each target. UserError when one is not here or too old."""
-    found: dict[str, platform.Compiler] = {}
-    for target in dict.fromkeys(targets):
-        if target not in CUDA_TARGETS:
-            compiler = platform.compiler()
-            if compiler is None:
-                raise UserError(platform.no_compiler())
-        else:
-            compiler, (major, minor) = platform.nvcc(), CUDA_TARGETS[target]
-            if compiler is None:
-                raise UserError(
-                    f"target {target}: nvcc is not here; install the CUDA toolkit, {major}.{minor} or newer, and point "
-                    "CUDA_HOME or the PATH at it"
-                )
-            if tuple(int(n) for n in compiler.version.split(".")[:2]) < (major, minor):
-                raise UserError(
-                    f"target {target}: needs nvcc of CUDA {major}.{minor} or newer, found {compiler.version} "
-                    f"({compiler.path}); install a newer CUDA toolkit and point CUDA_HOME at it"
-                )
-        found[target] = compiler
-    return found
+def compiler_of(target: str) -> platform.Compiler:
+    """The compiler of a target. UserError when it is not here or too old."""
+    if target not in CUDA_TARGETS:
+        compiler = platform.compiler()
+        if compiler is None:
+            raise UserError(platform.no_compiler())
+        return compiler
+    compiler, (major, minor) = platform.nvcc(), CUDA_TARGETS[target]
+    if compiler is None:
+        raise UserError(
+            f"target {target}: nvcc is not here; install the CUDA toolkit, {major}.{minor} or newer, and point "
+            "CUDA_HOME or the PATH at it"
+        )
+    if tuple(int(n) for n in compiler.version.split(".")[:2]) < (major, minor):
+        raise UserError(
+            f"target {target}: needs nvcc of CUDA {major}.{minor} or newer, found {compiler.version} "
+            f"({compiler.path}); install a newer CUDA toolkit and point CUDA_HOME at it"
+        )
+    return compiler
 
 
 def compile_kernels(units: Sequence[Unit], folder: Path) -> dict[str, Kernel]:
@@ -153,7 +151,7 @@ def compile_kernels(units: Sequence[Unit], folder: Path) -> dict[str, Kernel]:
     Raises UserError when a tool is missing, InternalError with the compiler's own words when it fails or when a GPU
     kernel spills registers.
     """
-    compilers = _compilers(unit.target for unit in units)
+    compilers = {target: compiler_of(target) for target in dict.fromkeys(unit.target for unit in units)}
     rules = ["ninja_required_version = 1.8\n"]
     for unit in units:
         (folder / unit.name).mkdir(parents=True, exist_ok=True)
@@ -176,7 +174,10 @@ def _kernel(unit: Unit, compiler: platform.Compiler, path: Path) -> Kernel:
     if unit.target not in CUDA_TARGETS:
         return Kernel(path, compiler.version, {"cpu": unit.target, **requires})
     resources = cubin.report(library, path.with_name("ptxas.log").read_text())
-    return Kernel(path, f"nvcc {compiler.version}", {"gpu": unit.target, **requires}, resources)
+    # Machine code runs on every driver for the same CUDA generation; the grid is one block an SM.
+    cuda = compiler.version.partition(".")[0] + ".0"
+    needs: dict[str, object] = {"gpu": unit.target, "cuda": cuda, "sms": GRID[unit.target]}
+    return Kernel(path, f"nvcc {compiler.version}", {**needs, **requires}, resources)
 
 
 def _libc(library: bytes) -> dict[str, object]:

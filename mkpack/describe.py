@@ -109,7 +109,8 @@ def _producer(m: Manifest) -> str:
 
 def _source(m: Manifest) -> str:
     if m.source.kind == "dummy":
-        return f"random weights of seed {m.source.seed}, in the shape of a config.json"
+        drawn = f"random weights of seed {m.source.seed}, drawn in the formats they are stored in"
+        return f"{drawn}, in the shape of a config.json"
     files = f"{len(m.source.files)} files"
     return f"{m.source.repo} at {m.source.commit}, {files}" if m.source.repo else f"a local folder, {files}"
 

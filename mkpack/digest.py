@@ -8,10 +8,12 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from mkpack.errors import combine
 from mkpack.manifest import CHUNK, Entry, capped
 
+_BLOCKS_AHEAD = 4  # that may be written but not digested yet
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
 
@@ -26,12 +28,22 @@ class Digester:
         self._chunks: list[str] = []
 
     def through(self, blocks: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
-        """Yields the blocks it was given, having digested them."""
-        for block in blocks:
-            self._whole.update(block)
-            if self._size > CHUNK:
-                self._by_chunk(memoryview(block))
-            yield block
+        """Yields the blocks it was given, digesting them; the digests of a large entry are computed in two threads of
+        their own, beside what the caller does with the blocks."""
+        if self._size <= CHUNK:
+            for block in blocks:
+                self._whole.update(block)
+                yield block
+            return
+        with ThreadPoolExecutor(1) as whole, ThreadPoolExecutor(1) as chunks:
+            under_way: deque[Future[None]] = deque()
+            for block in blocks:
+                under_way += (whole.submit(self._whole.update, block), chunks.submit(self._by_chunk, memoryview(block)))
+                yield block
+                while len(under_way) > 2 * _BLOCKS_AHEAD:
+                    under_way.popleft().result()
+            for future in under_way:
+                future.result()
 
     def _by_chunk(self, block: memoryview) -> None:
         while block:

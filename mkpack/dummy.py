@@ -1,7 +1,8 @@
-"""`source: {dummy: config.json}`: random weights of a model's real shape, made tensor by tensor when they are read.
+"""`source: {dummy: config.json}`: random weights of a model's real shape, drawn tensor by tensor in the format that they
+are stored in.
 
-Nothing is ever on disk and no more than one read is in memory. A tensor's values depend on the seed and on its name,
-never on other tensors, on the order of reading or on the number of CPUs.
+Nothing is quantised, so neither torch nor modelopt is needed. A tensor's values depend on the seed, on its name and on
+its format, never on other tensors, on their order or on the number of CPUs.
 """
 
 from __future__ import annotations
@@ -9,27 +10,27 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from statistics import NormalDist
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from mkpack.errors import UserError
+from mkpack.formats import BLOCK, E2M1_MAX, E4M3_MAX, QTensor, bf16_to_f32, e2m1_values, e4m3_to_f32, f32_to_bf16
 from mkpack.models import model_spec
 from mkpack.shard import LFS_POINTER, TensorInfo, lfs_problem, load_json
-from mkpack.spec import ModelSpec, SourcePart, TensorRole, tensors
-
-if TYPE_CHECKING:
-    import torch
+from mkpack.spec import Format, ModelSpec, SourcePart, TensorRole, tensors
 
 # Values that one random stream makes: enough to hide the cost of its seed, few enough to share a tensor among CPUs. It
 # decides which stream a value comes from, so another number gives other weights.
 CHUNK = 1 << 18
+ALONE = 16 * CHUNK  # values up to which a tensor is one CPU's work: a build draws several tensors at a time
 
 
 @dataclass(frozen=True)
@@ -96,30 +97,50 @@ class Dummy:
         of it, so `expected` has no effect."""
         return {"config.json": self.sha256}
 
-    def read(self, name: str, part: SourcePart | None = None) -> torch.Tensor:
-        """One tensor, or a part of it, bfloat16 or float32 as `tensors` says, in memory of its own."""
-        import torch
-
-        values = torch.from_numpy(self.read_bits(name, part)).view(torch.bfloat16)
-        return values if self.tensors[name].dtype == "BF16" else values.float()
+    def draw(self, role: TensorRole, fmt: Format) -> QTensor:
+        """One tensor in a storage format: values of the format, with the mean and deviation of the tensor's kind."""
+        if fmt in ("bf16", "f32"):
+            bits = self.read_bits(role.source, role.part)
+            return QTensor(fmt, role.shape, bits if fmt == "bf16" else bf16_to_f32(bits))
+        (rows, cols), (_, std) = role.shape, self.distributions[role.source]
+        stream = f"{_stream_name(role.source, role.part)} {fmt}"
+        if fmt == "fp8":
+            codes, unit = _fp8_table()
+            data = self._values(stream, rows * cols, codes).reshape(rows, cols)
+            return QTensor("fp8", role.shape, data, None, np.full(rows, std * unit, np.float32))
+        pairs, scales, unit = _nvfp4_tables()
+        blocks = -(-cols // BLOCK)
+        data = self._values(stream, rows * blocks * BLOCK // 2, pairs).reshape(rows, -1)
+        data[:, (cols + 1) // 2 :] = 0
+        if cols % 2:
+            data[:, cols // 2] &= 15
+        scale = self._values(f"{stream} scales", rows * blocks, scales).reshape(rows, blocks)
+        return QTensor("nvfp4", role.shape, data, scale, np.array([std * unit], np.float32))
 
     def read_bits(self, name: str, part: SourcePart | None = None) -> np.ndarray:
         """The bfloat16 bits of one tensor, or of a part of it, which has a stream of its own: uint16, of its shape."""
         shape = part.shape if part else self.tensors[name].shape
         table = _table(*self.distributions[name])
-        stream_name = f"{name} {part.index} {part.rows.start}" if part else name
+        return self._values(_stream_name(name, part), math.prod(shape), table).reshape(shape)
+
+    def _values(self, stream_name: str, count: int, table: np.ndarray) -> np.ndarray:
+        """`count` entries of a table of 65536, each chosen by 16 random bits."""
         key = int.from_bytes(hashlib.sha256(f"{self.seed} {stream_name}".encode()).digest(), "little")
-        bits = np.empty(math.prod(shape), np.uint16)
+        values = np.empty(count, table.dtype)
 
         def fill(start: int) -> None:
-            part = bits[start : start + CHUNK]
+            part = values[start : start + CHUNK]
             stream = np.random.PCG64(np.random.SeedSequence(key, spawn_key=(start // CHUNK,)))
             index = stream.random_raw(-(-len(part) // 4)).view(np.uint16)[: len(part)]
             # No index is out of range; "clip" only spares the check and the wide copy of the indices it would need.
             np.take(table, index, out=part, mode="clip")
 
-        list(_pool().map(fill, range(0, len(bits), CHUNK)))
-        return bits.reshape(shape)
+        deque((map if count <= ALONE else _pool().map)(fill, range(0, count, CHUNK)), maxlen=0)
+        return values
+
+
+def _stream_name(name: str, part: SourcePart | None) -> str:
+    return f"{name} {part.index} {part.rows.start}" if part else name
 
 
 def _distribution(role: TensorRole, spec: ModelSpec) -> tuple[float, float]:
@@ -155,8 +176,42 @@ def _quantiles() -> np.ndarray:
 @cache
 def _table(mean: float, std: float) -> np.ndarray:
     """uint16 [65536]: a normal distribution as bfloat16 bits, rounded to nearest even; 16 random bits choose one."""
-    bits = (mean + std * _quantiles()).astype(np.float32).view(np.uint32)
-    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+    return f32_to_bf16((mean + std * _quantiles()).astype(np.float32))
+
+
+@cache
+def _fp8_table() -> tuple[np.ndarray, float]:
+    """uint8 [65536]: e4m3 codes of a normal distribution, and the scale that makes its deviation 1."""
+    codes = _nearest(_quantiles() * (E4M3_MAX / _quantiles()[-1]), e4m3_to_f32(np.arange(127, dtype=np.uint8)), 128)
+    return codes, 1 / _rms(e4m3_to_f32(codes))
+
+
+@cache
+def _nvfp4_tables() -> tuple[np.ndarray, np.ndarray, float]:
+    """uint8 [65536] pairs of e2m1 codes; uint8 [65536] e4m3 block scales; the tensor scale that makes the deviation of
+    their products 1. Codes are those of normal values in a block whose largest is the usual one, 2.1; scales are those
+    of the largest of 16 normal values."""
+    normal = NormalDist()
+    levels = np.array([normal.inv_cdf((i + 0.5) / 256) for i in range(256)])
+    code = _nearest(levels * (E2M1_MAX / 2.1), e2m1_values()[:8], 8)
+    pair = np.arange(65536)
+    pairs = code[pair & 255] | code[pair >> 8] << 4
+    # The largest of 16 is below x with probability (2 F(x) - 1)^16.
+    share = ((np.arange(65536) + 0.5) / 65536) ** (1 / 16)
+    largest = np.interp((1 + share) / 2, (np.arange(65536) + 0.5) / 65536, _quantiles())
+    scales = _nearest(largest * (E4M3_MAX / largest[-1]), e4m3_to_f32(np.arange(127, dtype=np.uint8)), 128)
+    return pairs, scales, 1 / (_rms(e2m1_values()[code]) * _rms(e4m3_to_f32(scales)))
+
+
+def _nearest(values: np.ndarray, magnitudes: np.ndarray, sign: int) -> np.ndarray:
+    """uint8 codes: the index of the nearest of ascending magnitudes, with the bit `sign` for values below zero."""
+    middle = (magnitudes[1:] + magnitudes[:-1]) / 2
+    codes = np.searchsorted(middle, np.abs(values)).astype(np.uint8)
+    return codes | np.where(values < 0, sign, 0).astype(np.uint8)
+
+
+def _rms(values: np.ndarray) -> float:
+    return float(np.sqrt(np.mean(np.square(values, dtype=np.float64))))
 
 
 @cache

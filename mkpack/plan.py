@@ -9,23 +9,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from mkpack import platform, prequantised, quality, schedule
+from mkpack import prequantised, quality, schedule
 from mkpack.checkpoint import Checkpoint, is_aux
-from mkpack.errors import UserError, combine
+from mkpack.errors import UserError
 from mkpack.layout import Layout
+from mkpack.layout_cuda import CudaLayout
+from mkpack.manifest import LayoutName
 from mkpack.models import model_spec
 from mkpack.recipe import Recipe, load_recipe, place
 from mkpack.spec import Format, ModelSpec, Precision, TensorRole, tensors
+from mkpack.targets import checked_targets, layout_name, runs_here
 from mkpack.text import Text
 
 if TYPE_CHECKING:
     from mkpack.dummy import Dummy
     from mkpack.manifest import Manifest
 
-# Resident size of Python and torch before any tensor, and once modelopt and the scratch of the quantiser's threads have
-# come, which is when the first tensor is quantised.
-TORCH_BYTES, MODELOPT_BYTES = 265 << 20, 510 << 20
+# Resident size of Python before any tensor, of Python and torch, and once modelopt and the scratch of the quantiser's
+# threads have come, which is when the first tensor is quantised.
+PYTHON_BYTES, TORCH_BYTES, MODELOPT_BYTES = 90 << 20, 265 << 20, 510 << 20
 _LEGAL = ("LICEN", "NOTICE")
+_HARDWARE: dict[LayoutName, str] = {"cpu": "CPUs", "cuda": "GPUs"}
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,8 @@ class QualityPlan:
 @dataclass(frozen=True)
 class Plan:
     """A recipe, its checkpoint, and what will be made of it. `checkpoint` is None when only config.json is here.
-    `files` are config.json and those of tokenizer and licence, by name."""
+    `files` are config.json and those of tokenizer and licence, by name. `layouts` are those that the targets' kernels
+    read; `layout` is that of CPUs, which costs are counted by in any case."""
 
     recipe: Recipe
     recipe_path: Path
@@ -51,6 +56,7 @@ class Plan:
     spec: ModelSpec
     roles: list[TensorRole]
     layout: Layout
+    layouts: dict[LayoutName, Layout | CudaLayout]
     targets: tuple[str, ...]
     sha256: dict[str, str]  # digests that the hub keeps of source files
     quality: QualityPlan | None
@@ -64,18 +70,18 @@ class Plan:
 
     @property
     def artifact_bytes(self) -> int:
-        """Weights of every rank; kernels, tokenizer and manifest add a few MB."""
-        return self.layout.nbytes * self.layout.tp
+        """Weights of every layout and rank; kernels, tokenizer and manifest add a few MB."""
+        return sum(layout.nbytes * layout.tp for layout in self.layouts.values())
 
     @property
     def disk_bytes(self) -> int:
-        """The blobs while they are packed, that of the reference, and the artifact that the blobs are copied into."""
+        """The blobs, which become the artifact, that of the reference, and what compiling takes."""
         reference = self.quality.reference.nbytes if self.quality else 0
-        return 2 * self.artifact_bytes + reference + (64 << 20)
+        return self.artifact_bytes + reference + (128 << 20)
 
     @property
     def memory_bytes(self) -> int:
-        """Peak resident size, of quantising or of measuring the quality.
+        """Peak resident size, of quantising (or drawing random weights) or of measuring the quality.
 
         Quantising: tensors that are quantised together as they are read, and of the largest its stored form and the
         three copies that turn it into tiles; besides, vectors and scales of all layers until they are written.
@@ -86,7 +92,7 @@ class Plan:
     @property
     def mapped_bytes(self) -> int:
         """Blobs that are mapped while the quality is measured; the system may drop and read them again."""
-        return self.artifact_bytes + self.quality.reference.nbytes if self.quality else 0
+        return self.layout.nbytes * self.layout.tp + self.quality.reference.nbytes if self.quality else 0
 
     @property
     def _measuring_bytes(self) -> int:
@@ -104,14 +110,16 @@ class Plan:
 
     @property
     def _quantising_bytes(self) -> int:
-        imports = peak = TORCH_BYTES
+        drawn = self.recipe.source.dummy is not None
+        imports = peak = PYTHON_BYTES if drawn else TORCH_BYTES
         for group in groups(self.roles):
-            if any(fmt in ("nvfp4", "fp8") for role in group for fmt in self.formats(role)):
+            if not drawn and any(fmt in ("nvfp4", "fp8") for role in group for fmt in self.formats(role)):
                 imports = MODELOPT_BYTES
-            peak = max(peak, imports + self._group_bytes(group))
-        return peak + sum(s.nbytes for s in self.layout.sections if s.cols == 1) * self.layout.tp
+            peak = max(peak, imports + self.group_bytes(group))
+        return peak + sum(s.nbytes * x.tp for x in self.layouts.values() for s in x.sections if s.cols == 1)
 
-    def _group_bytes(self, group: list[TensorRole]) -> int:
+    def group_bytes(self, group: list[TensorRole]) -> int:
+        """Memory that tensors take while they are read, quantised and packed together."""
         info = self.checkpoint.tensors if self.checkpoint else {}
         read = sum(prequantised.read_bytes(r, self.formats(r), info) for r in group)
         wide = {"f32": 4.0, "bf16": 2.0, "fp8": 1.0, "nvfp4": 0.5625}
@@ -149,11 +157,15 @@ class Plan:
         return {n: p for n, p in self.files.items() if n.upper().startswith(_LEGAL)}
 
     def bytes_by_format(self) -> dict[str, int]:
+        """Bytes of all layouts and ranks, scales with their matrices."""
         sizes: dict[str, int] = {}
-        for section in self.layout.sections:
-            matrix = section.name.removesuffix(".scale")
-            fmt = self.layout.section(matrix).format if self.layout.section(matrix).cols > 1 else "norms, biases"
-            sizes[fmt] = sizes.get(fmt, 0) + section.nbytes * self.layout.tp
+        for layout in self.layouts.values():
+            formats = {s.name: s.format if s.cols > 1 else "norms, biases" for s in layout.sections}
+            for section in layout.sections:
+                # Scales are layers.0.o.scale for CPUs, and for GPUs dense_scales of dense, expert_scales of experts.
+                matrix = section.name.removesuffix(".scale").removesuffix("_scales")
+                fmt = formats.get(matrix) or formats[matrix + "s"]
+                sizes[fmt] = sizes.get(fmt, 0) + section.nbytes * layout.tp
         return sizes
 
     def bytes_per_token(self, tokens: int = 1) -> float:
@@ -194,7 +206,8 @@ class Plan:
             "model": f"{spec.family}, {len(spec.layers)} layers, hidden {spec.hidden_size}{experts}",
             "tensors": f"{len(self.roles)}, {sum(map(_elements, self.roles)) / 1e6:,.1f} M parameters",
             "precision": ", ".join(f"{k} {v}" for k, v in self.layout.precision.items()),
-            "ranks": f"{self.layout.tp}, {self.layout.nbytes / 1e6:,.1f} MB each",
+            "ranks": f"{self.layout.tp}, each "
+            + " and ".join(f"{x.nbytes / 1e6:,.1f} MB for {_HARDWARE[name]}" for name, x in self.layouts.items()),
             "targets": ", ".join(self.targets),
             "weights": ", ".join(f"{k} {v / 1e6:,.1f} MB" for k, v in self.bytes_by_format().items()),
             "artifact": f"{self.artifact_bytes / 1e6:,.1f} MB and a few MB of kernels and tokenizer",
@@ -255,13 +268,16 @@ def plan(recipe_path: Path, weights: bool = False, progress: bool = True, like: 
     roles = list(tensors(spec, names))
     if checkpoint:
         checkpoint.check(roles)
-    targets = _checked_targets(recipe, recipe_path, spec)
+    precision: dict[Precision, Format] = {p: recipe.precision_of(p) for p in get_args(Precision)}
+    named: dict[str, Format] = {str(p): fmt for p, fmt in precision.items()}
+    router = _router_format(checkpoint, roles, config)
+    targets = checked_targets(recipe, recipe_path, spec, precision, router, weights)
     if like and set(like.kernels) != set(targets):  # "native" there was another machine
-        targets = _checked_targets(recipe.model_copy(update={"targets": tuple(like.kernels)}), recipe_path, spec)
+        again = recipe.model_copy(update={"targets": tuple(like.kernels)})
+        targets = checked_targets(again, recipe_path, spec, precision, router, weights)
     text = _text(files)
-    precision: dict[str, Format] = {p: recipe.precision_of(p) for p in get_args(Precision)}
     try:
-        layout = Layout(spec, precision, recipe.parallel.tp, _router_format(checkpoint, roles, config))
+        layout = Layout(spec, named, recipe.parallel.tp, router)
     except UserError as e:  # heads that the ranks cannot share
         where = place(recipe_path, "parallel.tp")
         raise UserError(f"recipe refused: {where}: {str(e).removeprefix('parallel.tp: ')}") from e
@@ -270,63 +286,27 @@ def plan(recipe_path: Path, weights: bool = False, progress: bool = True, like: 
         found = fetch_source(found.repo, found.commit, progress=progress)
         checkpoint = Checkpoint.open(found.folder)
         checkpoint.check(roles)
-        layout = Layout(spec, precision, recipe.parallel.tp, _router_format(checkpoint, roles, config))
+        router = _router_format(checkpoint, roles, config)
+        layout = Layout(spec, named, recipe.parallel.tp, router)
+    layouts: dict[LayoutName, Layout | CudaLayout] = {}
+    for name in map(layout_name, targets):
+        layouts[name] = layout if name == "cpu" else CudaLayout(spec, precision, router)
     measured = None
     if tokens:
-        reference = Layout(spec, dict.fromkeys(precision, "bf16"), 1, layout.router_format)
-        measured = QualityPlan(tokens, _runs_here(targets)[0], reference)
+        reference = Layout(spec, dict.fromkeys(named, "bf16"), 1, router)
+        measured = QualityPlan(tokens, runs_here(targets)[0], reference)
     for target in targets:
-        _prove(layout, recipe, target)
+        if layout_name(target) == "cpu":
+            _prove(layout, recipe, target)
     if measured:
         _prove(measured.reference, recipe, f"the reference on {measured.target}")
     commit, sha256 = (found.commit, found.sha256) if found else (None, {})
-    return Plan(recipe, recipe_path, files, commit, checkpoint, spec, roles, layout, targets, sha256, measured)
+    return Plan(recipe, recipe_path, files, commit, checkpoint, spec, roles, layout, layouts, targets, sha256, measured)
 
 
 def _prove(layout: Layout, recipe: Recipe, target: str) -> None:
     context, tokens = recipe.limits.context, recipe.limits.tokens_per_step
     schedule.check(schedule.cpu_schedule(layout.spec, layout.sections, layout.tp, context, tokens, target))
-
-
-def _checked_targets(recipe: Recipe, recipe_path: Path, spec: ModelSpec) -> tuple[str, ...]:
-    """The targets, "native" resolved. UserError for limits and targets that this model or this machine cannot have."""
-    problems = []
-
-    def refuse(key: str, text: str) -> None:
-        problems.append(f"{place(recipe_path, key)}: {text}")
-
-    if recipe.limits.context > spec.max_position_embeddings:
-        refuse(
-            "limits.context",
-            f"{recipe.limits.context} positions, but the model has "
-            f"max_position_embeddings {spec.max_position_embeddings}; lower limits.context",
-        )
-    if unsupported := [t for t in recipe.targets if t.startswith("sm_")]:
-        refuse(
-            "targets",
-            f"{', '.join(unsupported)}: this version compiles CPU targets only; "
-            f"choose of {', '.join(platform.CPU_TARGETS)}, native",
-        )
-    targets: tuple[str, ...] = ()
-    try:
-        targets = tuple(dict.fromkeys(platform.resolve_target(t) for t in recipe.targets))
-    except UserError as e:
-        refuse("targets", str(e))
-    if recipe.quality and recipe.source.dummy:
-        refuse("quality", "random weights (source.dummy) have none to measure; remove quality from the recipe")
-    elif recipe.quality and targets and not _runs_here(targets):
-        refuse(
-            "quality",
-            f"none of the targets {', '.join(targets)} runs on this machine, so it cannot be measured "
-            "here; remove quality from the recipe or add a target of this machine",
-        )
-    if problems:
-        raise combine("recipe refused", problems)
-    return targets
-
-
-def _runs_here(targets: tuple[str, ...]) -> list[str]:
-    return [level for level in platform.cpu_levels() if level in targets]
 
 
 def _text(files: dict[str, Path]) -> Text | None:

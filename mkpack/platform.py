@@ -154,6 +154,32 @@ def free_disk(path: str | os.PathLike[str]) -> int:
     return shutil.disk_usage(folder).free
 
 
+def punch_hole(fd: int, offset: int, length: int) -> bool:
+    """Gives the disk of a part of a file back; the part then reads as zeros. False where the file system cannot."""
+    import ctypes
+
+    try:
+        fallocate = ctypes.CDLL(None, use_errno=True).fallocate64
+    except (OSError, AttributeError):  # no glibc
+        return False
+    fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    keep_size, punch = 1, 2  # FALLOC_FL_ flags of the kernel
+    return fallocate(fd, keep_size | punch, offset, length) == 0
+
+
+def can_punch_holes(folder: str | os.PathLike[str]) -> bool:
+    """Whether the file system of `folder` can give back parts of a file."""
+    import tempfile
+
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(1 << 16))
+            file.flush()
+            return punch_hole(file.fileno(), 0, 1 << 16)
+    except OSError:
+        return False
+
+
 def glibc() -> str | None:
     """Version of the C library ("2.36"), None when it is not glibc."""
     try:

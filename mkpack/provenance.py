@@ -15,8 +15,8 @@ from mkpack.manifest import Producer
 from mkpack.platform import Compiler, glibc
 
 
-def producer(compiler: Compiler) -> Producer:
-    """Versions of mkpack, its source commit when it runs from a checkout, and the libraries and compiler it uses."""
+def producer(compiler: Compiler, nvcc: Compiler | None = None) -> Producer:
+    """Versions of mkpack, its source commit when it runs from a checkout, and the libraries and compilers it uses."""
     commit, dirty = _git()
     return Producer(
         mkpack=__version__,
@@ -25,7 +25,11 @@ def producer(compiler: Compiler) -> Producer:
         python=_platform.python_version(),
         torch=_version("torch"),
         modelopt=_version("nvidia-modelopt"),
-        compilers={Path(compiler.path).name: compiler.version, **_linker(compiler)},
+        compilers={
+            Path(compiler.path).name: compiler.version,
+            **_linker(compiler),
+            **({"nvcc": nvcc.version} if nvcc else {}),
+        },
         libraries=_libraries(),
         sources=sources_digest(),
     )

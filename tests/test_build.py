@@ -24,8 +24,8 @@ from safetensors.torch import load_file, save_file
 
 from mkpack import build as builder
 from mkpack import compile as compiling
+from mkpack import packing, platform, reproduce
 from mkpack import plan as planner
-from mkpack import platform, reproduce
 from mkpack.artifact import open_artifact
 from mkpack.build import build
 from mkpack.errors import UserError
@@ -139,7 +139,7 @@ def test_an_artifact_that_is_up_to_date_is_left_alone(stub, recipe, checkpoint, 
     assert rebuilt() and not rebuilt()
     stub.write_text(stub.read_text().replace("stub 1.0", "stub 1.1"))
     assert rebuilt() and not rebuilt()
-    monkeypatch.setattr(builder.provenance, "sources_digest", lambda: "other sources")
+    monkeypatch.setattr(builder.provenance, "sources_digest", lambda: "0" * 64)
     assert rebuilt() and not rebuilt()
     with open(path, "r+b") as file:
         file.seek(path.stat().st_size // 2)
@@ -279,14 +279,14 @@ def test_a_disk_that_fills_up_ends_in_one_line(stub, recipe, out):
 
 def test_a_compiler_that_fails_ends_the_packing(stub, recipe, out, monkeypatch):
     monkeypatch.setattr(compiling, "ninja", lambda: "/bin/false")
-    quantise = builder.quantize.quantise
+    quantise = packing.quantize.quantise
 
     def slow(tensor, fmt, *, name, scale2=None):
         time.sleep(0.05)
         assert name != "model.norm.weight", "every tensor was packed"
         return quantise(tensor, fmt, name=name, scale2=scale2)
 
-    monkeypatch.setattr(builder.quantize, "quantise", slow)
+    monkeypatch.setattr(packing.quantize, "quantise", slow)
     with pytest.raises(Exception, match="did not compile"):
         build(recipe, output=out)
     assert names(out) == {".tiny.mkpack.lock"}
@@ -299,7 +299,7 @@ def test_a_compiler_that_fails_ends_the_packing(stub, recipe, out, monkeypatch):
     ("keys", "parts"),
     [
         ({"limits": {"context": 257}}, ["limits.context", "257", "max_position_embeddings 256"]),
-        ({"targets": ["sm_90a", "native"]}, ["targets", "sm_90a", "CPU targets only"]),
+        ({"targets": ["sm_90a", "native"]}, ["targets: sm_90a: head_dim is 16, the kernel takes 64 or 128"]),
         ({"parallel": {"tp": 3}}, ["parallel.tp", "3 ranks", "4 attention heads", "1, 2, 4 ranks"]),
         ({"source": {"folder": "absent"}}, ["absent", "no such folder"]),
         ({"quality": {"text": "absent.txt"}}, ["absent.txt", "cannot be read"]),

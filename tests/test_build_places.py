@@ -130,7 +130,7 @@ def test_the_working_folder_is_kept_under_a_new_name(stub, recipe, out, capfd):
         build(recipe, output=out, keep_work=True, force=True)
         work = out / f"tiny.mkpack.work-{i}"
         assert f"work kept in {work}\n" in capfd.readouterr().err
-        assert (work / "rank-0.bin").is_file() and list(work.glob("*/model.h"))
+        assert (work / "cpu-0.bin").is_file() and list(work.glob("*/model.h"))
     kept = {f"tiny.mkpack.work{n}" for n in ("", "-2", "-3")}
     assert names(out) == {"tiny.mkpack", ".tiny.mkpack.lock", *kept} and names(mine) == {"thesis.txt"}
 

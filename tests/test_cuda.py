@@ -16,6 +16,7 @@ from mkpack import abi, compile, cubin, platform
 from mkpack.codegen_cuda import cuda_header
 from mkpack.compile import CUDA_TARGETS, Unit, compile_kernels, cuda_flags
 from mkpack.errors import InternalError, UserError
+from mkpack.layout_cuda import GRID
 from mkpack.manifest import Limits
 from mkpack.spec import LayerSpec, RopeSpec
 
@@ -55,7 +56,9 @@ def built(tmp_path_factory):
 @pytest.mark.parametrize("target", CUDA_TARGETS)
 def test_resources_of_the_decode_kernel(built, target):
     kernel = built[target]
-    assert kernel.requires.keys() == {"gpu", "system", "glibc"} and kernel.requires["gpu"] == target
+    assert kernel.requires.keys() == {"gpu", "cuda", "sms", "system", "glibc"}
+    assert (kernel.requires["gpu"], kernel.requires["sms"]) == (target, GRID[target])
+    assert NVCC and kernel.requires["cuda"] == f"{NVCC.version.partition('.')[0]}.0"
     assert kernel.compiler == f"nvcc {NVCC.version}"
     assert [r.kernel for r in kernel.resources] == ["decode_kernel<0>", "logits_kernel", "read_all"]
     for r in kernel.resources:

@@ -44,7 +44,11 @@ def test_describe_names_what_is_inside(artifact: Path) -> None:
         assert expected in lines
     assert "mixtral, 1 layers (1 with experts)" in text and "5 experts of 48, top_k 2" in text
     assert "torch 2.13.0" in text and "commit 0123456789ab" in text
-    assert "cpu, rank 1 of 2" in text and "bytes of a rank's cpu weights by kind:" in text and "x86-64-v3  kernels/x86-64-v3.so  g++ 12.2.0" in text
+    assert (
+        "cpu, rank 1 of 2" in text
+        and "bytes of a rank's cpu weights by kind:" in text
+        and "x86-64-v3  kernels/x86-64-v3.so  g++ 12.2.0" in text
+    )
     assert "sections" not in text
 
 
@@ -60,7 +64,8 @@ def test_random_weights_are_said_to_be(artifact: Path) -> None:
     with open_artifact(artifact) as opened:
         source = {"kind": "dummy", "repo": None, "commit": None, "files": {"config.json": "0" * 64}, "seed": 7}
         found = artifacts.manifest(opened.manifest.entries, source=source)
-    assert "source:     random weights of seed 7, in the shape of a config.json" in describe(found).splitlines()
+    line = "source:     random weights of seed 7, drawn in the formats they are stored in, in the shape of a config.json"
+    assert line in describe(found).splitlines()
     assert json.loads(to_json(found))["source"]["seed"] == 7
 
 

@@ -1,0 +1,77 @@
+"""The targets of a recipe: which of them this model and this machine can have, and whose weights each reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from mkpack import platform
+from mkpack.compile import CUDA_TARGETS, compiler_of
+from mkpack.errors import UserError, combine
+from mkpack.layout_cuda import cuda_refusals
+from mkpack.manifest import LayoutName
+from mkpack.recipe import Recipe, place
+from mkpack.spec import Format, ModelSpec, Precision
+
+
+def layout_name(target: str) -> LayoutName:
+    """The layout of the weights that a target's kernel reads."""
+    return "cuda" if target in CUDA_TARGETS else "cpu"
+
+
+def runs_here(targets: tuple[str, ...]) -> list[str]:
+    """Those of the CPU targets that this machine runs, best first."""
+    return [level for level in platform.cpu_levels() if level in targets]
+
+
+def checked_targets(
+    recipe: Recipe,
+    recipe_path: Path,
+    spec: ModelSpec,
+    precision: Mapping[Precision, Format],
+    router_format: Format,
+    building: bool,
+) -> tuple[str, ...]:
+    """The targets, "native" resolved. building: compilers of GPU targets must be here too.
+
+    UserError naming everything in limits, targets and precisions that this model or this machine cannot have.
+    """
+    problems = []
+
+    def refuse(key: str, text: str) -> None:
+        problems.append(f"{place(recipe_path, key)}: {text}")
+
+    if recipe.limits.context > spec.max_position_embeddings:
+        refuse(
+            "limits.context",
+            f"{recipe.limits.context} positions, but the model has "
+            f"max_position_embeddings {spec.max_position_embeddings}; lower limits.context",
+        )
+    if gpu := [t for t in recipe.targets if t in CUDA_TARGETS]:
+        for text in cuda_refusals(spec, precision, recipe.parallel.tp, router_format):
+            key, _, rest = text.partition(" ")
+            if key.startswith(("quantise.", "parallel.")):
+                refuse(key, f"{rest} (target {', '.join(gpu)})")
+            else:
+                refuse("targets", f"{', '.join(gpu)}: {text}")
+    for target in gpu if building else ():
+        try:
+            compiler_of(target)
+        except UserError as e:
+            refuse("targets", str(e))
+    targets: tuple[str, ...] = ()
+    try:
+        targets = tuple(dict.fromkeys(platform.resolve_target(t) for t in recipe.targets))
+    except UserError as e:
+        refuse("targets", str(e))
+    if recipe.quality and recipe.source.dummy:
+        refuse("quality", "random weights (source.dummy) have none to measure; remove quality from the recipe")
+    elif recipe.quality and targets and not runs_here(targets):
+        refuse(
+            "quality",
+            f"none of the targets {', '.join(targets)} runs on this machine's CPU, where it is measured; remove quality "
+            "from the recipe or add a target of this machine",
+        )
+    if problems:
+        raise combine("recipe refused", problems)
+    return targets
