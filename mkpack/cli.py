@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mkpack import __version__, cli_hub, cli_trust
-from mkpack.errors import InternalError, UserError
+from mkpack.errors import InternalError, UserError, visible
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -69,10 +69,10 @@ def _run() -> int:
     except KeyboardInterrupt:
         return 130
     except UserError as error:
-        print(f"mkpack: error: {error}", file=sys.stderr)
+        print(f"mkpack: error: {visible(str(error))}", file=sys.stderr)
         return 2
     except InternalError as error:
-        print(f"mkpack: internal error: {error}", file=sys.stderr)
+        print(f"mkpack: internal error: {visible(str(error))}", file=sys.stderr)
         return 1
     return 0
 

@@ -45,6 +45,15 @@ def os_errors(doing: str) -> Iterator[None]:
         raise UserError(f"cannot {doing}: {e.strerror or e}{where}{hint}") from e
 
 
+# Control characters but newline and tab: what terminals take commands from.
+_COMMANDS = {c: "\ufffd" for c in [*range(32), *range(127, 160)] if c not in (9, 10)}
+
+
+def visible(text: str) -> str:
+    """A stranger's text, such as a model's, so that it cannot steer the terminal it is shown on."""
+    return text.translate(_COMMANDS)
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """' (did you mean "x"?)' for the nearest known word, or '' when nothing is near."""
     match = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mkpack.errors import UserError
+from mkpack.errors import UserError, visible
 
 if TYPE_CHECKING:
     from mkpack.generation import Generation, Result
@@ -157,11 +157,11 @@ def _start(model: Model, messages: list[dict[str, str]], options: Options) -> Ge
 
 def _show(generation: Generation[str], pieces: list[str]) -> None:
     """Writes text as it comes, also into `pieces`, which holds what was said when Ctrl-C ends it early."""
-    ended = False
+    ended, terminal = False, sys.stdout.isatty()
     try:
         for piece in generation:
             pieces.append(piece)
-            sys.stdout.write(piece)
+            sys.stdout.write(visible(piece) if terminal else piece)
             sys.stdout.flush()
         ended = True
     finally:

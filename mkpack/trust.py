@@ -145,7 +145,7 @@ def remember(digests: Iterable[str], how: str, name: str) -> None:
         return
     with _changed() as store:
         for digest in digests:
-            store.kernels.setdefault(digest, Note(how, name, _today()))
+            store.kernels.setdefault(digest, Note(how, shown(name), _today()))
 
 
 def remove(what: str) -> list[str]:
@@ -254,7 +254,7 @@ def _signed(store: Store, manifest: Manifest, digest: str, signature: Path | Non
         return "; ".join(reasons)
     # A list that cannot be written only means that the signature is checked again next time.
     with contextlib.suppress(UserError), _changed() as changed:
-        changed.signed[digest] = Note(signer.id, manifest.name, _today())
+        changed.signed[digest] = Note(signer.id, shown(manifest.name), _today())
     return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import json
 import os
 import stat
@@ -12,11 +13,12 @@ from pathlib import Path
 
 import fake
 import pytest
+from artifacts import FILES, manifest
 from fake import FAKE, HELLO
 from signing import key_pair, public
 
-from mkpack import sign, trust
-from mkpack.artifact import extract, open_artifact
+from mkpack import session, sign, trust
+from mkpack.artifact import extract, open_artifact, write_artifact
 from mkpack.digest import digest_of
 from mkpack.errors import UserError
 from mkpack.loader import load
@@ -193,6 +195,40 @@ def test_unpack_takes_the_signature_along(make, tmp_path):
     assert mkpack("unpack", path, tmp_path / "out").returncode == 0
     done = mkpack("verify", tmp_path / "out", "--key", public(key))
     assert done.returncode == 0 and "signed   by key" in done.stdout
+
+
+def test_what_a_stranger_wrote_cannot_steer_a_terminal(tmp_path):
+    """In inspect, in the list, in errors, and in what the model says on a terminal; a pipe gets every byte."""
+    evil = "x\x1b]0;title\x07\x9b2J\r"
+    path = tmp_path / "evil.mkpack"
+    write_artifact(path, list(FILES.items()), lambda entries: manifest(entries, name=evil, license=evil))
+    done = mkpack("inspect", path)
+    assert done.returncode == 0 and "x\ufffd]0;title" in done.stdout
+    trust.remember(["ab" * 32], "allowed", evil)
+    listed = mkpack("trust", "list").stdout
+    with pytest.raises(UserError) as e:
+        trust.add(evil)
+    for text in (done.stdout, listed, str(e.value)):
+        assert not set("\x1b\x07\x9b\r") & set(text)
+
+
+def test_a_model_cannot_steer_a_terminal(monkeypatch):
+    class Says:
+        result = None
+
+        def __iter__(self):
+            yield from ("a\tb\n", "\x1b[2J", "é")
+
+        def close(self) -> None:
+            pass
+
+    for terminal, expected in ((True, "a\tb\n\ufffd[2Jé\n"), (False, "a\tb\n\x1b[2Jé\n")):
+        out = io.StringIO()
+        monkeypatch.setattr(out, "isatty", lambda terminal=terminal: terminal)
+        monkeypatch.setattr(sys, "stdout", out)
+        pieces: list[str] = []
+        session._show(Says(), pieces)  # type: ignore[arg-type]
+        assert out.getvalue() == expected and "".join(pieces) == "a\tb\n\x1b[2Jé"
 
 
 # -- the list ---------------------------------------------------------------------------------------------------------
