@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mkpack.artifact import open_artifact
+from mkpack.errors import visible
 from mkpack.manifest import Entry, LayoutName, Manifest
 from mkpack.repo import located
 from mkpack.spec import ModelSpec
@@ -16,7 +17,7 @@ from mkpack.spec import ModelSpec
 
 def describe(manifest: Manifest, tensors: bool = False) -> str:
     """What `mkpack inspect` prints; with `tensors` also the section table with offsets."""
-    return "\n".join(_lines(manifest, tensors))
+    return visible("\n".join(_lines(manifest, tensors)))
 
 
 def manifest_of(artifact: str) -> Manifest:
