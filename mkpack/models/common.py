@@ -128,6 +128,14 @@ class Config:
             self.refuse(f"{name}: expected {expected}, found {_json(value)}", name)
 
 
+def text_config(config: dict[str, Any]) -> Config:
+    """The text model of a multimodal config.json: text_config, with what stands beside it for all parts of the model."""
+    text = config.get("text_config")
+    if not isinstance(text, dict):
+        raise combine("config.json: this model cannot be built", [f"text_config: expected a section, found {text!r}"])
+    return Config({k: config[k] for k in ("architectures", "auto_map", "dtype", "torch_dtype") if k in config} | text)
+
+
 def _json(value: Any) -> str:
     text = {True: "true", False: "false"}[value] if isinstance(value, bool) else repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
@@ -224,7 +232,7 @@ def layers(c: Config, moe: list[bool], sliding_window: int | None) -> tuple[Laye
 def per_layer(c: Config, name: str, default: list[Any], accepted: tuple[Any, ...]) -> list[Any]:
     """A list with one of the `accepted` values for every layer; `default` where config.json has none, or a bad one."""
     values = c.get(name)
-    if values is None:
+    if values is None or not c.valid("num_hidden_layers"):
         return default
     if isinstance(values, list) and len(values) == len(default) and all(v in accepted for v in values):
         return values

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mkpack.models.common import Config, decoder_fields, num_hidden_layers, top_k
+from mkpack.models.common import Config, decoder_fields, num_hidden_layers, per_layer, top_k
 from mkpack.spec import LayerSpec, ModelSpec, MoeSpec, SourceNames
 
 NAMES = SourceNames(
@@ -37,8 +37,8 @@ def spec(config: dict[str, Any]) -> tuple[ModelSpec, SourceNames]:
     for name, accepted in _FIXED.items():
         c.expect(name, *accepted)
     num_layers = num_hidden_layers(c)
-    c.expect("attn_type_list", [1] * num_layers)
-    c.expect("layer_types", ["full_attention"] * num_layers)
+    per_layer(c, "attn_type_list", [1] * num_layers, (1,))
+    per_layer(c, "layer_types", ["full_attention"] * num_layers, ("full_attention",))
     num_experts = c.size("num_local_experts", "num_experts")
     moe = MoeSpec(
         num_experts=num_experts,

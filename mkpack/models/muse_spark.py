@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from mkpack.models.common import Config, decoder_fields, layer_windows, num_hidden_layers, per_layer, top_k
+from mkpack.models.common import decoder_fields, layer_windows, num_hidden_layers, per_layer, text_config, top_k
+from mkpack.models.rope import rope_theta
 from mkpack.spec import LayerSpec, ModelSpec, MoeSpec, SandwichSpec, SourceNames
 
 NAMES = SourceNames(
     mlp_norm="model.layers.{i}.pre_feedforward_layernorm.weight",
     fused="rows",
 ).under("model.language_model.")
-_OUTER = ("architectures", "auto_map", "dtype", "torch_dtype", "quantization_config", "compression_config")
 
 
 def spec(config: dict[str, Any]) -> tuple[ModelSpec, SourceNames]:
     """`ModelSpec` of the text model in a Muse Spark config.json. Raises UserError that names every problem."""
-    text = config.get("text_config")
-    c = Config({k: config[k] for k in _OUTER if k in config} | (text if isinstance(text, dict) else {}))
-    if not isinstance(text, dict):
-        c.refuse(f"text_config: expected a section, found {text!r}")
+    c = text_config(config)
     own = (
         "final_logit_softcapping",
         "layer_rope_theta",
@@ -28,14 +25,14 @@ def spec(config: dict[str, Any]) -> tuple[ModelSpec, SourceNames]:
         "routed_scaling_factor",
     )
     fields = decoder_fields(c, default_theta=5e5, own=own, architecture="ForConditionalGeneration")
-    c.expect("tie_word_embeddings", False)
+    if fields["tie_word_embeddings"]:
+        c.refuse("tie_word_embeddings = true is not supported; expected false")
     bias = c.flag("attention_bias", False)
     num_layers = num_hidden_layers(c)
     # Every 4th layer counted back from the last sees everything and rotates nothing.
     full = [(num_layers - 1 - i) % 4 == 0 for i in range(num_layers)]
     windows = layer_windows(c, ["full_attention" if f else "sliding_attention" for f in full])
-    rope = c.get("rope_parameters")
-    theta = rope.get("rope_theta", 5e5) if isinstance(rope, dict) else 5e5
+    theta = rope_theta(c, 5e5)
     thetas = per_layer(c, "layer_rope_theta", [0 if f else theta for f in full], (0, theta))
     sparse = per_layer(c, "mlp_layer_types", ["sparse"] * num_layers, ("sparse", "dense"))
     scale, eps = c.number("output_multiplier", 0.1767766952966369), c.number("post_norm_eps", 1e-8)

@@ -59,6 +59,11 @@ def rope(
     return _spec(_inv_freq(p["rope_theta"], head_dim, p["factor"] if kind == "linear" else 1.0))
 
 
+def rope_theta(c: Config, default_theta: float) -> Any:
+    """The base of the rotary frequencies, however config.json spells it; problems are for `rope` to record."""
+    return _parameters(type(c)(c.values), default_theta)["rope_theta"]
+
+
 def _rotary_dim(c: Config, head_dim: int, inside: Any) -> int:
     """Dimensions of a head that are rotated. inside: partial_rotary_factor of rope_parameters; 2 when bad."""
     said = {"partial_rotary_factor in rope_parameters": inside, "partial_rotary_factor": c.get("partial_rotary_factor")}
