@@ -1,8 +1,8 @@
 """The CUDA sampler on the emulated machine beside the CPU target's, and both beside a slow one in float64.
 
-Sums differ in their last bits, so a draw may fall on the other side of a boundary between two tokens, and top_p's goal on
-the other side of a token. Which choices are right is therefore computed with the draw and the goal moved by 2^-20 of the
-sum (the float32 exp of a weight is good to 2^-23) either way: nearly always that is one token, and both must give it.
+Sums differ in their last bits, so a draw may fall on the other side of a boundary between two tokens, and top_p's goal
+on the other side of a token. Which choices are right is therefore computed with the draw and the goal moved by 2^-20 of
+the sum (the float32 exp of a weight is good to 2^-23) either way: nearly always that is one token, and both must give it.
 """
 
 from __future__ import annotations
@@ -105,9 +105,8 @@ class Cpu:
         compiler = platform.compiler()
         assert compiler is not None
         flags = [*compile.CPU_FLAGS, f"-march={TARGETS[0]}", f"-I{compile.sources()}", f"-I{folder}"]
-        done = subprocess.run(
-            [*compiler.command, *flags, SOURCE, "-o", folder / "sampler.so"], capture_output=True, text=True, timeout=300
-        )
+        command = [*compiler.command, *flags, SOURCE, "-o", folder / "sampler.so"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
         self.lib = ctypes.CDLL(str(folder / "sampler.so"))
 
@@ -130,7 +129,7 @@ class Cpu:
 
 
 class Gpu:
-    """csrc/cuda/sampler.cuh on the emulated machine, in a process of its own, since a mistake there ends the process."""
+    """csrc/cuda/sampler.cuh on the emulated machine, in a process of its own: a mistake there ends the process."""
 
     def __init__(self, program: Path, seed: int = 1) -> None:
         environment = {**os.environ, "MK_EMULATOR_SEED": str(seed)}
@@ -262,8 +261,11 @@ EDGES = {
     "all": Case(FLAT),
     "all_min_p": Case(FLAT, min_p=0.2),
     "all_large": Case(logits_of(LARGE, "normal", 2.0, 1), penalty=1.5, history=(*range(0, LARGE, 97), LARGE - 1)),
-    "list_large": Case(logits_of(LARGE, "normal", 2.0, 1), top_k=50, top_p=0.9, penalty=9.0, history=(*range(LARGE),) * 2),
+    "list_large": Case(
+        logits_of(LARGE, "normal", 2.0, 1), top_k=50, top_p=0.9, penalty=9.0, history=(*range(LARGE),) * 2
+    ),
     "few_finite": Case(np.where(np.arange(49152) % 9000 == 7, 1.5, -np.inf).astype(np.float32), top_k=1000, top_p=0.99),
+    "infinite_temperature": Case(FLAT, temperature=math.inf, top_k=3, top_p=0.7),
     "top_p_of_exact_halves": Case(np.array([0, 3, -9, 3, -np.inf], np.float32), top_p=0.5, temperature=0.01),
 }
 

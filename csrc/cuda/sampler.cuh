@@ -3,7 +3,7 @@
 //
 // top_k, top_p and min_p each keep a beginning of one order: the likelier token first, of equals the lower id. An
 // element's place in it is a 64-bit number, so what is kept is told by one place, the limit. Weights, exp of the logit
-// relative to the highest, are summed in fixed point: integers add up to the same whatever the order, so two runs agree.
+// relative to the highest, are summed in fixed point: integers add up to the same in any order, so two runs agree.
 #pragma once
 #include "layout.cuh"
 #include "ptx.cuh"
@@ -61,16 +61,17 @@ __device__ __forceinline__ uint64_t draw_bits(uint64_t seed, uint64_t position) 
 
 // Distances from the highest logit over the temperature, rounded like the quotient: this is the division of the CPU
 // target without the code for special cases, which nvcc would repeat wherever there is one. The temperature is brought
-// to [1, 2), so that nothing on the way leaves the range of float32 (distances below 2^-100 apart); then a quotient that
-// is right to the last bit but one, and the exact remainder, give the rounded one.
+// to [1, 2), so that nothing on the way leaves float32's range (distances below 2^-100 apart); then a quotient that is
+// right to the last bit but one, and the exact remainder, give the rounded one.
 struct Distances {
   float top, scale, divisor, reciprocal;
 
   __device__ __forceinline__ Distances(float top, float temperature) : top(top) {
     const int exponent = (int)(__float_as_uint(temperature) >> 23);  // 0 of a subnormal, which gets below 1
-    scale = exponent >= 254 ? __uint_as_float((uint32_t)(1 << 22) >> (exponent - 254))
-                            : __uint_as_float((uint32_t)(254 - max(exponent, 1)) << 23);
-    divisor = temperature * scale;
+    scale = __uint_as_float(exponent < 254    ? (uint32_t)(254 - max(exponent, 1)) << 23
+                            : exponent == 254 ? 1u << 22
+                                              : 0u);
+    divisor = scale == 0 ? 1.f : temperature * scale;  // at an infinite temperature all distances are zero
     reciprocal = 1 / divisor;
   }
   // As float bits, which order as distances do: -0 is 0, and -inf and NaN are beyond every number.
@@ -84,7 +85,7 @@ struct Distances {
   // No logit below this is within the distance.
   __device__ __forceinline__ float logit_at(uint32_t distance) const {
     const float bound = __uint_as_float(distance) * divisor * (1 + 0x1p-20f) / scale + 0x1p-140f / scale;
-    return top - bound - fabsf(top - bound) * 0x1p-22f;
+    return bound < INFINITY ? top - bound - fabsf(top - bound) * 0x1p-22f : -INFINITY;
   }
 };
 // The weight of a distance.
@@ -127,16 +128,20 @@ MK_CALLED Sums scan(uint64_t v, uint64_t* part, int tid) {
   return sums;
 }
 
-// Ascending. n: a power of two, 64 to kListTokens. Entries are compared in pairs, 32 neighbouring pairs by one warp: up
-// to a stride of 32 all that a warp reads it has written itself.
+// Puts the first n entries in ascending order. Behind them, up to a power of two, it writes some that come last.
+// Entries are compared in pairs, 32 neighbouring pairs by one warp: up to a stride of 32 a warp reads what it has written.
 MK_CALLED void sort_list(uint64_t* list, int n, int tid) {
+  int all = 64;
+  while (all < n) all *= 2;
+#pragma unroll 1
+  for (int i = n + tid; i < all; i += kTeam) list[i] = ~0ull;
   team_sync<kTeam>();
 #pragma unroll 1
-  for (int size = 2; size <= n; size *= 2)
+  for (int size = 2; size <= all; size *= 2)
 #pragma unroll 1
     for (int stride = size / 2; stride; stride /= 2) {
 #pragma unroll 1
-      for (int pair = tid; pair < n / 2; pair += kTeam) {
+      for (int pair = tid; pair < all / 2; pair += kTeam) {
         const int i = 2 * pair - (pair & (stride - 1)), j = i + stride;
         const uint64_t a = list[i], b = list[j];
         if ((a > b) == ((i & size) == 0)) {
@@ -151,13 +156,6 @@ MK_CALLED void sort_list(uint64_t* list, int n, int tid) {
     }
 }
 
-// The n on the list in order; what is behind them, up to a power of two, comes after everything.
-MK_CALLED void order_list(uint64_t* list, int n, int tid) {
-  int size = 64;
-  while (size < n) size *= 2;
-  for (int i = n + tid; i < size; i += kTeam) list[i] = ~0ull;
-  sort_list(list, size, tid);
-}
 // Sum of the weights of the first n on the list. shift: where in an entry its distance is.
 MK_CALLED uint64_t list_weight(const uint64_t* list, int n, int shift, uint64_t* part, int tid) {
   uint64_t own = 0;
@@ -187,12 +185,9 @@ struct Logits {
   int tid;
 
   __device__ __forceinline__ float4 load(int i) const {  // four neighbours; behind the last one -inf
-    if (kVocab % 4 == 0 || i + 4 <= kVocab) {
-      if (i < kVocab) return __ldcg((const float4*)(p + i));
-      return make_float4(-INFINITY, -INFINITY, -INFINITY, -INFINITY);
-    }
-    return make_float4(i < kVocab ? __ldcg(p + i) : -INFINITY, i + 1 < kVocab ? __ldcg(p + i + 1) : -INFINITY,
-                       i + 2 < kVocab ? __ldcg(p + i + 2) : -INFINITY, -INFINITY);
+    if (i + 4 <= kVocab) return __ldcg((const float4*)(p + i));
+    const auto at = [&](int j) { return kVocab % 4 && j < kVocab ? __ldcg(p + j) : -INFINITY; };
+    return make_float4(at(i), at(i + 1), at(i + 2), -INFINITY);
   }
   // use(i, logits i .. i + 3) for the whole vocabulary; all threads make the same number of calls.
   template <int kAhead, class Use>
@@ -211,8 +206,7 @@ __device__ __forceinline__ float component(float4 v, int k) { return k == 0 ? v.
 
 // Lists the places in [from, to] and returns their number: exact up to kListTokens, else any above.
 template <int kVocab>
-MK_CALLED int collect(Logits<kVocab> logits, Distances distances, uint64_t from, uint64_t to,
-                                    SamplerScratch& s) {
+MK_CALLED int collect(Logits<kVocab> logits, Distances distances, uint64_t from, uint64_t to, SamplerScratch& s) {
   const int lane = logits.tid & 31;
   const float low = distances.logit_at((uint32_t)(to >> 32));
   team_sync<kTeam>();  // what was on the list was read
@@ -222,7 +216,9 @@ MK_CALLED int collect(Logits<kVocab> logits, Distances distances, uint64_t from,
     if (!__any_sync(~0u, fmaxf(fmaxf(v.x, v.y), fmaxf(v.z, v.w)) >= low)) return;
 #pragma unroll 1
     for (int k = 0; k < 4; k++) {
-      const uint64_t place = place_of(distances.of(component(v, k)), i + k);
+      const float logit = component(v, k);
+      if (!__any_sync(~0u, logit >= low)) continue;  // nearly always; the rest takes ten times as long
+      const uint64_t place = place_of(distances.of(logit), i + k);
       const bool hit = place >= from && place <= to;
       const uint32_t hits = __ballot_sync(~0u, hit);
       if (hits == 0) continue;
@@ -288,7 +284,7 @@ struct TokenSampler {
     return (uint64_t)((unsigned __int128)draw_bits(r.seed, (uint64_t)position) * sum >> 53);
   }
 
-  // ---- when what may be chosen is little: a list in shared memory ------------------------------------------------------
+  // ---- when what may be chosen is little: a list in shared memory ---------------------------------------------------
   // A distance that at least the `rank` nearest tokens keep: the rank-th of the nearest tokens of 512 or 2048 streams.
   // best: the highest logits of this thread's four.
   __device__ __forceinline__ uint32_t reach(int rank, float4 best) const {
@@ -329,7 +325,7 @@ struct TokenSampler {
     }
     int n = collect(logits, distances, 0, place_of(far, kLastToken), s);
     if (n > kListTokens) return -1;
-    order_list(s.list, n, tid);
+    sort_list(s.list, n, tid);
     if (top_k()) n = min(n, r.top_k);
     if (top_p()) {
       const uint64_t listed = list_weight(s.list, n, 32, s.part, tid), target = nucleus(top_k() ? listed : sum);
@@ -344,14 +340,14 @@ struct TokenSampler {
       team_sync<kTeam>();
 #pragma unroll 1
       for (int i = tid; i < n; i += kTeam) s.list[i] = s.list[i] << 32 | s.list[i] >> 32;
-      order_list(s.list, n, tid);
+      sort_list(s.list, n, tid);
       shift = 0;
     }
     const uint64_t target = drawn(list_weight(s.list, n, shift, s.part, tid));
     return (int)(uint32_t)(s.list[list_find(s.list, n, shift, target, s, tid)] >> (32 - shift));
   }
 
-  // ---- the whole vocabulary ----------------------------------------------------------------------------------------------
+  // ---- the whole vocabulary -----------------------------------------------------------------------------------------
   // Lowest token with which the weights up to the limit, in order of id, exceed target.
   __device__ __forceinline__ int first_by_id(uint64_t limit, const RunSums& sums, uint64_t target) const {
     if (sums.before <= target && target < sums.before + sums.own) {
@@ -378,8 +374,8 @@ struct TokenSampler {
     team_sync<kTeam>();
     return s.found;
   }
-  // First place with which the weights (by_weight) or the number of places up to the limit exceed target; the limit when
-  // they never do. One digit of the place after the other, by histograms, until the list holds what is left.
+  // First place with which the weights (by_weight) or the number of places up to the limit exceed target; the limit
+  // when they never do. One digit of the place after the other, by histograms, until the list holds what is left.
   __device__ __forceinline__ uint64_t select(bool by_weight, uint64_t limit, uint64_t target) const {
     uint64_t from = 0, to = limit;
 #pragma unroll 1
@@ -429,7 +425,7 @@ struct TokenSampler {
       target = s.rest;
       if (s.inside > kListTokens) continue;  // never after the last digit: a place is there once
       const int n = collect(logits, distances, from, to, s);
-      order_list(s.list, n, tid);
+      sort_list(s.list, n, tid);
       return s.list[by_weight ? list_find(s.list, n, 32, target, s, tid) : (int)target];
     }
   }
@@ -513,12 +509,12 @@ __device__ __forceinline__ int first_of(float top, Logits<kVocab> logits, Sample
 }
 
 // The token of `position`, in every thread. logits: float32 [kVocab], 16-byte aligned, changed by the penalty. history:
-// [length] tokens so far. tid: 0 .. kTeam - 1; all threads of the team call it, and meet nobody else. The scratch may be
-// used for something else before the call and after it. NaN is never chosen; without a finite highest logit the token is
+// [length] tokens so far. tid: 0 .. kTeam - 1; all threads of the team call it, and meet nobody else. The scratch may
+// serve something else before the call and after it. NaN is never chosen; without a finite highest logit the token is
 // the first that has it.
 template <int kVocab>
-__device__ __forceinline__ int sample(const Sampling& r, float* logits, const int32_t* history, int length, int position,
-                                      int tid, SamplerScratch& scratch) {
+__device__ __forceinline__ int sample(const Sampling& r, float* logits, const int32_t* history, int length,
+                                      int position, int tid, SamplerScratch& scratch) {
   const Logits<kVocab> view{logits, tid};
   if (r.repetition_penalty != 1) penalise<kVocab>(r.repetition_penalty, logits, history, length, tid, scratch);
   team_sync<kTeam>();

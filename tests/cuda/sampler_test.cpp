@@ -1,5 +1,5 @@
-// Compiled for the emulated machine: chooses tokens with csrc/cuda/sampler.cuh for every request that comes in on stdin,
-// or with the argument `distances` compares its division. Compiled for the CPU: the CPU target's sampler as a library.
+// Compiled for the emulated machine: chooses tokens with csrc/cuda/sampler.cuh for every request that comes in on
+// stdin, or with the argument `distances` compares its division. For the CPU: the CPU target's sampler as a library.
 #ifdef MK_EMULATED
 #include "cuda/sampler.cuh"
 
@@ -58,7 +58,8 @@ std::vector<int32_t> run(Request r, const std::vector<float>& logits, const std:
   void* args[] = {&r, &saved, &changed, &past, &out};
   auto kernel = sample_kernel<kVocab>;
   cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(SamplerScratch));
-  check(cudaLaunchCooperativeKernel(kernel, 1, 128 + kTeam, args, sizeof(SamplerScratch), nullptr) == cudaSuccess, "launch");
+  constexpr size_t shared = sizeof(SamplerScratch);
+  check(cudaLaunchCooperativeKernel(kernel, 1, 128 + kTeam, args, shared, nullptr) == cudaSuccess, "launch");
   cudaMemcpy(tokens.data(), out, tokens.size() * sizeof(int32_t), cudaMemcpyDeviceToHost);
   for (void* p : {(void*)saved, (void*)changed, (void*)past, (void*)out}) cudaFree(p);
   for (int step = 0; step < r.steps; step++) {
