@@ -5,7 +5,7 @@
 #include <stdexcept>
 #include <string>
 #include "abi.h"
-#include "kernel.cuh"
+#include "step_kernel.cuh"
 
 namespace mk {
 
@@ -66,17 +66,21 @@ inline void open_device(uint64_t bytes, const std::string& what) {
            "than the "
            "GPU has");
   if (!d.cooperativeLaunch) refuse("does not offer cooperative launches, which keep all blocks resident together");
-  if (d.sharedMemPerBlockOptin < sizeof(Shared))
+  if (d.sharedMemPerBlockOptin < sizeof(StepShared))
     refuse("gives a block " + std::to_string(d.sharedMemPerBlockOptin) + " bytes of shared memory, the kernel needs " +
-           std::to_string(sizeof(Shared)));
-  check(cudaFuncSetAttribute(decode_kernel<false>, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)sizeof(Shared)),
-        "giving the kernel its shared memory");
-  int resident = 0;
-  check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, decode_kernel<false>, kThreads, sizeof(Shared)),
-        "asking how many blocks an SM holds");
-  if (resident * d.multiProcessorCount < kGrid)
-    refuse("holds " + std::to_string(resident * d.multiProcessorCount) + " blocks of the kernel at a time, and all " +
-           std::to_string(kGrid) + " must be resident");
+           std::to_string(sizeof(StepShared)));
+  const auto admit = [&](auto kernel, size_t shared) {
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared),
+          "giving the kernel its shared memory");
+    int resident = 0;
+    check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, kThreads, shared),
+          "asking how many blocks an SM holds");
+    if (resident * d.multiProcessorCount < kGrid)
+      refuse("holds " + std::to_string(resident * d.multiProcessorCount) + " blocks of the kernel at a time, and all " +
+             std::to_string(kGrid) + " must be resident");
+  };
+  admit(step_kernel<1>, sizeof(StepShared));
+  admit(step_kernel<2>, sizeof(StepShared));
   size_t free = 0, total = 0;
   check(cudaMemGetInfo(&free, &total), "asking how much GPU memory is free");
   if (free < bytes)
@@ -90,6 +94,7 @@ inline std::string describe(const Report& r, double wait_limit_s) {
   static const struct {
     const char *phase, *awaited;
   } texts[kPhases] = {
+      {"embedding", "the other SMs"},
       {"qkv", "the hidden state of the layer before, or its weights"},
       {"attention", "q, k and v of its heads"},
       {"combine", "the attention of the other KV splits"},

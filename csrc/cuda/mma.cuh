@@ -40,6 +40,14 @@ __device__ __forceinline__ void mma_nvfp4_chunk(float (&acc)[4], uint4 codes, ui
   }
 }
 
+// Four e4m3 codes to bf16, exactly: bytes 0 and 2 in `even`, 1 and 3 in `odd`. Their bits read as bf16 are the value times
+// 2^-120, subnormals too.
+__device__ __forceinline__ void unpack_fp8(uint32_t w, uint32_t& even, uint32_t& odd) {
+  const uint32_t v = w << 8;
+  even = mul_bf16x2((v & 0x80008000u) | (v >> 4 & 0x07F007F0u), 0x7B807B80u);
+  odd = mul_bf16x2((w & 0x80008000u) | (w >> 4 & 0x07F007F0u), 0x7B807B80u);
+}
+
 // One warp's 8 rows x 64 columns of a bf16 page. Here tokens are the MMA's rows (so a unit is only 8 weight rows, which
 // spreads 5120 rows evenly over 132 SMs) and weights its columns. Two accumulators halve the dependent chain.
 __device__ __forceinline__ void mma_bf16_page(float (&acc)[2][4], uint4 wa, uint4 wb, uint4 xa, uint4 xb) {

@@ -9,13 +9,9 @@
 #include <vector>
 #include "abi.h"
 #include "bandwidth.cuh"
-#include "device.cuh"
-#include "kernel.cuh"
-#include "logits.cuh"
+#include "state.cuh"
 
 namespace mk {
-
-namespace m = model;
 
 // The blob as mkpack/layout_cuda.py laid it out, against layout.cuh.
 static_assert(m::qkv_bytes == kQkvBytes && m::dense_layer_bytes == kDenseLayerBytes && m::head_bytes == kHeadBytes &&
@@ -52,150 +48,10 @@ constexpr bool sections_fit() {
 }
 static_assert(sections_fit());
 static_assert(sizeof m::inv_freq == kRotary / 2 * sizeof(float) && m::context <= kMaxContext);
-static_assert(sizeof(Shared) <= 227 << 10, "more shared memory than a block can have");
-
-// Steps of one launch. Tokens reach the host, and a stop reaches the kernel, between launches only: 16 are 20 ms.
-constexpr int kLaunchSteps = 16;
-static_assert(kLaunchSteps >= MK_MAX_STEP_TOKENS);
-
-// Shares that the KV cache is split in at a position, as measured on an H200.
-inline int log_splits_at(int position) { return position < 704 ? 3 : position < 5008 ? 4 : 5; }
-static_assert((kKvHeads << 5) <= kMaxUnits && (kKvHeads << 5) <= kGrid);
-
-class HostStream {
- public:
-  HostStream() { check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "making a stream"); }
-  ~HostStream() { cudaStreamDestroy(stream_); }
-  HostStream(const HostStream&) = delete;
-  HostStream& operator=(const HostStream&) = delete;
-  operator cudaStream_t() const { return stream_; }
-
- private:
-  cudaStream_t stream_ = nullptr;
-};
 
 }  // namespace mk
 
 using namespace mk;
-
-// decode_kernel's launches and everything they need on the device. The set-up is that of tests/bench/ladder/decode.cu.
-struct mk_model {
-  const int context;
-  const double wait_limit_s;
-  DeviceArray<uint8_t> weights{m::blob_bytes};
-  DeviceArray<uint8_t> kv{(size_t)kKvBytes};
-  DeviceArray<uint64_t> exchange{kExchangeWords};
-  DeviceArray<float2> rope{(size_t)kMaxContext * kHeadDim / 2};
-  DeviceArray<int32_t> tokens{2 * kLaunchSteps};
-  DeviceArray<Report> report{1};
-  DeviceArray<float> logits{(size_t)MK_MAX_STEP_TOKENS * kVocab};
-  HostStream stream;
-  Params params{};
-  uint32_t epochs = 0;  // layers done since the exchange buffers were zero
-  int32_t length = 0;   // positions in the KV cache
-  int32_t failure = MK_OK;
-  std::string failure_text;
-  std::atomic<bool> cancelled{false};
-
-  mk_model(const void* blob, int context, double wait_limit_s) : context(context), wait_limit_s(wait_limit_s) {
-    check(cudaMemcpy(weights.get(), blob, m::blob_bytes, cudaMemcpyHostToDevice), "copying the weights to the GPU");
-    // Masked positions are multiplied by zero, so the cache must hold numbers; a zero word belongs to no epoch.
-    check(cudaMemset(kv.get(), 0, kKvBytes), "clearing the KV cache");
-    check(cudaMemset(exchange.get(), 0, kExchangeWords * sizeof(uint64_t)), "clearing the exchange buffers");
-    check(cudaMemset(report.get(), 0, sizeof(Report)), "clearing the report");
-    std::vector<float2> table((size_t)kMaxContext * kHeadDim / 2);
-    for (size_t i = 0; i < table.size(); i++) {
-      const float angle = (float)(i / (kHeadDim / 2)) * m::inv_freq[i % (kHeadDim / 2)];
-      table[i] = make_float2(std::cos(angle) * m::rope_attention_factor, std::sin(angle) * m::rope_attention_factor);
-    }
-    check(cudaMemcpy(rope.get(), table.data(), table.size() * sizeof(float2), cudaMemcpyHostToDevice),
-          "copying the RoPE table");
-    check(cudaDeviceSynchronize(), "setting the model up");
-    const uint8_t* w = weights.get();
-    params.dense = w + m::dense_at;
-    params.head = w + m::head_at;
-    params.experts = w + m::experts_at;
-    params.routers = w + m::routers_at;
-    params.embedding = (const uint16_t*)(w + m::embedding_at);
-    params.norms = (const float*)(w + m::norms_at);
-    params.expert_scales = (const float2*)(w + m::expert_scales_at);
-    params.rope = rope.get();
-    params.kv = kv.get();
-    params.exchange = exchange.get();
-    params.report = report.get();
-    params.wait_limit_ns = (uint64_t)(std::min(wait_limit_s, 1e9) * 1e9);
-    params.qkv_flight = 2;
-    params.dense_flight = 2;
-    params.head_flight = 4;
-    params.expert_flight = kExpertSlots;
-    params.prefetch = 1;
-  }
-
-  // Puts one launch into the stream: `steps` tokens from position `position` on, the first of them at `first`; those
-  // chosen follow it there.
-  void launch(int32_t* first, int position, int steps) {
-    // Progress is counted as epoch x kPhases + phase in 32 bits.
-    if (epochs > UINT32_MAX / kPhases - (uint32_t)(kLaunchSteps + 1) * kLayers) {
-      check(cudaMemsetAsync(exchange.get(), 0, kExchangeWords * sizeof(uint64_t), stream),
-            "clearing the exchange buffers");
-      epochs = 0;
-    }
-    Params p = params;
-    p.tokens = first;
-    p.first_epoch = epochs;
-    p.position = position;
-    p.steps = steps;
-    p.log_splits = log_splits_at(position);
-    p.attention_stride = kGrid / (kKvHeads << p.log_splits);
-    uint32_t zero = 0;
-    void* args[] = {&p, &zero};
-    check(cudaLaunchCooperativeKernel(decode_kernel<false>, kGrid, kThreads, args, sizeof(Shared), stream),
-          "launching the kernel");
-    epochs += (uint32_t)(steps * kLayers);
-  }
-
-  // Tokens that are given, not chosen: a launch each, all in the stream at once. The token chosen after the last one is
-  // returned. With logits, those of the last num_logits tokens are computed into `logits`.
-  int32_t feed(const int32_t* given, int count, int num_logits) {
-    // A launch writes the token it chooses behind the one it reads, so the given ones lie at even places.
-    int32_t host[2 * kLaunchSteps] = {};
-    for (int i = 0; i < count; i++) host[2 * i] = given[i];
-    check(cudaMemcpyAsync(tokens.get(), host, sizeof host, cudaMemcpyHostToDevice, stream),
-          "copying tokens to the GPU");
-    for (int i = 0; i < count; i++) {
-      launch(tokens.get() + 2 * i, length + i, 1);
-      if (i < count - num_logits) continue;
-      const uint64_t* hidden = exchange.get() + (epochs & 1) * kXWords + kXOut;  // epochs is that of the last layer now
-      const float* norm = params.norms + kLayers * kNormLayer;
-      float* out = logits.get() + (size_t)(i - count + num_logits) * kVocab;
-      void* args[] = {&hidden, &norm, &params.head, &out};
-      check(cudaLaunchKernel(logits_kernel, 4 * kGrid, kLogitThreads, args, 0, stream), "launching the logits kernel");
-    }
-    int32_t next = 0;
-    finish(&next, tokens.get() + 2 * count - 1, 1);
-    length += count;
-    return next;
-  }
-
-  // Chooses `steps` tokens after `token`, which is at position `length`. The caller moves `length`.
-  void decode(int32_t token, int steps, int32_t* chosen) {
-    check(cudaMemcpyAsync(tokens.get(), &token, sizeof token, cudaMemcpyHostToDevice, stream),
-          "copying a token to the GPU");
-    launch(tokens.get(), length, steps);
-    finish(chosen, tokens.get() + 1, steps);
-  }
-
-  // Waits for the stream, then takes `count` tokens. Throws what the kernel reported.
-  void finish(int32_t* out, const int32_t* from, int count) {
-    Report r;
-    check(cudaMemcpyAsync(out, from, count * sizeof(int32_t), cudaMemcpyDeviceToHost, stream),
-          "copying tokens from the GPU");
-    check(cudaMemcpyAsync(&r, report.get(), sizeof r, cudaMemcpyDeviceToHost, stream),
-          "copying the report from the GPU");
-    check(cudaStreamSynchronize(stream), "running the kernel");
-    if (r.expired) throw Failure(MK_ERR_TIMEOUT, describe(r, wait_limit_s));
-  }
-};
 
 // Static functions, no unnamed namespace: nvcc names that after the full path of this file, and the bytes of the .so
 // would depend on it.
@@ -240,9 +96,9 @@ static bool is_stop(const mk_request& r, int32_t token) {
   return std::find(r.stop_tokens, r.stop_tokens + r.num_stop_tokens, token) != r.stop_tokens + r.num_stop_tokens;
 }
 
-// Read by the build for its report: the shared memory that decode_kernel is launched with.
+// Read by the build for its report: the shared memory that the kernels are launched with.
 #ifndef __CUDA_ARCH__
-__attribute__((section(".mkpack.shared"), used)) static const uint32_t launch_shared = sizeof(Shared);
+__attribute__((section(".mkpack.shared"), used)) static const uint32_t launch_shared = sizeof(StepShared);
 #endif
 
 #define MK_EXPORT extern "C" __attribute__((visibility("default")))
@@ -261,8 +117,7 @@ MK_EXPORT int32_t mk_create(const mk_options* o, mk_model** out) {
                 "context must be at most " + std::to_string(m::context) + ", given " + std::to_string(o->context));
   if (!(o->wait_limit_s > 0)) return fail(MK_ERR_ARGUMENT, "wait_limit_s must be above 0");
   try {
-    const uint64_t small = kExchangeWords * sizeof(uint64_t) + uint64_t{kMaxContext} * kHeadDim * sizeof(float) +
-                           uint64_t{MK_MAX_STEP_TOKENS} * kVocab * sizeof(float) + (64 << 20);
+    const uint64_t small = Workspace().bytes + uint64_t{kMaxContext} * kRotary * sizeof(float) + (64 << 20);
     open_device(m::blob_bytes + kKvBytes + small, "weights " + gigabytes(m::blob_bytes) + ", KV cache of " +
                                                       std::to_string(kMaxContext) + " positions " +
                                                       gigabytes(kKvBytes));
@@ -299,9 +154,13 @@ MK_EXPORT int32_t mk_step(mk_model* model, const int32_t* tokens, int32_t count,
   if (int32_t code = check_tokens(model, tokens, count)) return code;
   return guarded(model, [&] {
     const int wanted = logits ? num_logits : 0;
-    model->feed(tokens, count, wanted);
+    model->give(tokens, count);
+    model->launch(count, 0, 0, wanted, nullptr);
+    model->finish();
+    model->length += count;
     if (wanted)
-      check(cudaMemcpy(logits, model->logits.get(), (size_t)wanted * kVocab * sizeof(float), cudaMemcpyDeviceToHost),
+      check(cudaMemcpy(logits, model->logits() + (size_t)(count - wanted) * kVocab,
+                       (size_t)wanted * kVocab * sizeof(float), cudaMemcpyDeviceToHost),
             "copying logits from the GPU");
     return MK_OK;
   });
@@ -315,11 +174,9 @@ MK_EXPORT int32_t mk_generate(mk_model* model, const int32_t* prompt, int32_t nu
   if (r.max_new_tokens < 1) return fail(MK_ERR_ARGUMENT, "max_new_tokens must be at least 1");
   if (!(r.temperature >= 0) || !(r.top_p > 0) || !(r.min_p >= 0 && r.min_p <= 1) || !(r.repetition_penalty > 0))
     return fail(MK_ERR_ARGUMENT, "sampling values out of range");
-  if (r.temperature != 0.0f || r.repetition_penalty != 1.0f)
-    return fail(MK_ERR_ARGUMENT,
-                "the GPU kernel of this version chooses greedily only: temperature must be 0 and "
-                "repetition_penalty 1, given " +
-                    std::to_string(r.temperature) + " and " + std::to_string(r.repetition_penalty));
+  if (r.num_stop_tokens < 0 || r.num_stop_tokens > kMaxStopTokens)
+    return fail(MK_ERR_ARGUMENT, "at most " + std::to_string(kMaxStopTokens) + " stop tokens, given " +
+                                     std::to_string(r.num_stop_tokens));
   if (int32_t code = check_tokens(model, prompt, num_prompt)) return code;
   model->cancelled.store(false);
   *result = {};
@@ -327,45 +184,40 @@ MK_EXPORT int32_t mk_generate(mk_model* model, const int32_t* prompt, int32_t nu
   const auto start = clock::now();
   auto first = start;
   const int32_t code = guarded(model, [&] {
-    int32_t token = 0;
-    for (int at = 0; at < num_prompt; at += kLaunchSteps) {
-      if (model->cancelled.load()) {
-        result->stop_reason = MK_STOP_CANCELLED;
-        return MK_OK;
-      }
-      token = model->feed(prompt + at, std::min(num_prompt - at, kLaunchSteps), 0);
-    }
-    first = clock::now();
-    // Tells the host of a chosen token; true when the generation ends with it. `length` positions are taken then.
-    const auto ends = [&](int32_t chosen, int32_t length) {
+    const int start_length = model->length;
+    // A token more than there are positions left: the last one chosen is not run.
+    const int most = std::min(r.max_new_tokens, model->context - model->length - num_prompt + 1);
+    model->mail.clear(most);
+    model->give(prompt, num_prompt);
+    model->launch(num_prompt, 1, 0, 0, &r);
+    bool ended = false;
+    for (int i = 0; !ended; i++) {
+      const int32_t token = model->await_token(i);
+      if (token < 0) break;  // finish() says why
       result->num_new_tokens++;
-      const bool cancel = callback && callback(user, chosen) != 0;
-      if (is_stop(r, chosen))
+      if (i == 0) first = clock::now();
+      const bool cancel = (callback && callback(user, token) != 0) || model->cancelled.load();
+      if (cancel) model->mail->cancel = 1;
+      ended = true;
+      if (is_stop(r, token))
         result->stop_reason = MK_STOP_TOKEN;
-      else if (cancel || model->cancelled.load())
+      else if (cancel)
         result->stop_reason = MK_STOP_CANCELLED;
-      else if (result->num_new_tokens >= r.max_new_tokens)
+      else if (i + 1 >= r.max_new_tokens)
         result->stop_reason = MK_STOP_LENGTH;
-      else if (length >= model->context)
+      else if (start_length + num_prompt + i >= model->context)
         result->stop_reason = MK_STOP_CONTEXT;
       else
-        return false;
-      return true;
-    };
-    bool ended = ends(token, model->length);
-    while (!ended) {
-      int32_t chosen[kLaunchSteps];
-      const int steps =
-          std::min({kLaunchSteps, r.max_new_tokens - result->num_new_tokens, model->context - model->length});
-      model->decode(token, steps, chosen);
-      const int32_t before = model->length;
-      // What the launch ran beyond the token that ends it is forgotten: the cache keeps all but the last chosen token.
-      for (int i = 0; i < steps && !ended; i++) {
-        model->length = before + i + 1;
-        ended = ends(chosen[i], model->length);
+        ended = false;
+      if (i == 0 && !ended) {
+        model->finish();
+        model->length += num_prompt;
+        model->launch(1, r.max_new_tokens - 1, 1, 0, &r);
       }
-      token = chosen[steps - 1];
     }
+    model->finish();
+    // What the kernel ran beyond the token that ended it is forgotten: the cache keeps all but the last chosen token.
+    model->length = start_length + num_prompt + std::max(0, result->num_new_tokens - 1);
     return MK_OK;
   });
   if (result->num_new_tokens == 0) first = clock::now();

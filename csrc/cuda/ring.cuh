@@ -1,0 +1,119 @@
+// Rings of shared-memory pages between the thread that streams weights and the warps that multiply with them, the
+// phases' names, and the report of a wait that ended.
+#pragma once
+#include "layout.cuh"
+#include "ptx.cuh"
+
+namespace mk {
+
+enum Phase {
+  kPhaseEmbed,
+  kPhaseQkv,
+  kPhaseAttention,
+  kPhaseCombine,
+  kPhaseOut,
+  kPhaseRouter,
+  kPhaseChoose,
+  kPhasePair,
+  kPhaseDown,
+  kPhaseHead,
+  kPhaseToken,
+  kPhases
+};
+
+// Filled by the first SM that makes no progress for the wait limit.
+struct Report {
+  uint32_t expired;  // 1 once somebody gave up
+  uint32_t phase, sm, epoch;
+};
+
+// One ring of shared-memory pages as its producer or one consumer warp sees it: n pages passed so far.
+template <int kSlots>
+struct Ring {
+  static_assert((kSlots & (kSlots - 1)) == 0, "slot and lap are bit fields of the page count");
+  uint32_t full, empty;  // barriers of slot 0
+  uint32_t n = 0;
+  __device__ __forceinline__ uint32_t slot() const { return n & (kSlots - 1); }
+  __device__ __forceinline__ uint32_t parity() const { return n / kSlots & 1; }
+  __device__ __forceinline__ void wait_full() const { mbarrier_wait(full + 8 * slot(), parity()); }
+  // `loaded` must be or-ed from a register of every shared load of the page: the barrier's address then depends on
+  // them, and the slot cannot be refilled under a load that is still under way. zero is a zero the compiler cannot see.
+  __device__ __forceinline__ void release(uint32_t loaded, uint32_t zero, int lane, uint32_t count = 1) {
+    uint32_t bar = (empty + 8 * slot()) | (loaded & zero);
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(bar, count);
+    n++;
+  }
+};
+
+// The producer's end of a ring. One thread.
+template <int kSlots>
+struct Stream {
+  Ring<kSlots> ring;
+  uint32_t base, slot_bytes, flight;
+  uint64_t policy;
+  const volatile int32_t* quit;
+  // Waits for a free slot and for room in flight. False when the consumers left: they may stop while this warp is steps
+  // ahead of them.
+  __device__ __forceinline__ bool open() {
+    while (!mbarrier_try_wait(ring.empty + 8 * ring.slot(), ring.parity() ^ 1))
+      if (*quit) return false;
+    if (flight < kSlots && ring.n >= flight) back(flight).wait_full();
+    return true;
+  }
+  __device__ __forceinline__ Ring<kSlots> back(uint32_t pages) const {
+    Ring<kSlots> old = ring;
+    old.n -= pages;
+    return old;
+  }
+  __device__ __forceinline__ uint32_t address() const { return base + ring.slot() * slot_bytes; }
+  __device__ __forceinline__ uint32_t barrier() const { return ring.full + 8 * ring.slot(); }
+  __device__ __forceinline__ bool page(const uint8_t* src, uint32_t bytes) {
+    if (!open()) return false;
+    mbarrier_expect_bytes(barrier(), bytes);
+    bulk_copy(address(), src, bytes, barrier(), policy);
+    ring.n++;
+    return true;
+  }
+  // A block must not end under a copy into its shared memory.
+  __device__ __forceinline__ void drain() {
+#pragma unroll 1
+    for (uint32_t pages = min(ring.n, (uint32_t)kSlots); pages; pages--) back(pages).wait_full();
+  }
+};
+
+// One thread: gives up when the consumers of this SM make no step forward for the wait limit, or when another SM did.
+// progress counts epochs x kPhases + phase.
+__device__ __forceinline__ void watch(uint64_t wait_limit_ns, Report* report, const volatile uint32_t& progress,
+                                      const volatile int32_t& quit, volatile int32_t& expired, int sm) {
+  uint32_t seen = 0;
+  uint64_t since = global_nanoseconds();
+  while (quit == 0) {
+    __nanosleep(20000);
+    const uint32_t now = progress;
+    const uint64_t time = global_nanoseconds();
+    if (now != seen) seen = now, since = time;
+    if (time - since >= wait_limit_ns && atomicCAS(&report->expired, 0, 1) == 0) {
+      report->phase = now % kPhases;
+      report->epoch = now / kPhases;
+      report->sm = sm;
+    }
+    if (*(volatile uint32_t*)&report->expired) expired = 1;
+  }
+}
+
+// word {value, epoch}
+__device__ __forceinline__ float word_float(uint64_t w) { return __uint_as_float((uint32_t)w); }
+
+// Larger float -> larger unsigned, never 0 for a number; and back.
+__device__ __forceinline__ uint32_t order_key(uint32_t bits) { return bits & 0x80000000u ? ~bits : bits | 0x80000000u; }
+__device__ __forceinline__ float key_value(uint32_t key) {
+  return __uint_as_float(key & 0x80000000u ? key ^ 0x80000000u : ~key);
+}
+
+// Value, then the lower row, decides.
+__device__ __forceinline__ void keep_best(float& v, int& row, float v2, int row2) {
+  if (v2 > v || (v2 == v && row2 < row)) v = v2, row = row2;
+}
+
+}  // namespace mk

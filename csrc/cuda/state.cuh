@@ -1,0 +1,217 @@
+// A loaded model on the GPU: its memory, and launches of the kernels.
+#pragma once
+#include <atomic>
+#include <chrono>
+#include <cmath>
+#include <string>
+#include <thread>
+#include <vector>
+#include "device.cuh"
+
+namespace mk {
+
+namespace m = model;
+
+class HostStream {
+ public:
+  HostStream() { check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "making a stream"); }
+  ~HostStream() { cudaStreamDestroy(stream_); }
+  HostStream(const HostStream&) = delete;
+  HostStream& operator=(const HostStream&) = delete;
+  operator cudaStream_t() const { return stream_; }
+
+ private:
+  cudaStream_t stream_ = nullptr;
+};
+
+// Memory of the host that kernels write while they run.
+class HostMailbox {
+ public:
+  HostMailbox() {
+    check(cudaHostAlloc((void**)&mail_, kBytes, cudaHostAllocMapped), "allocating memory that the GPU can reach");
+    check(cudaHostGetDevicePointer((void**)&device_, mail_, 0), "mapping memory of the host");
+  }
+  ~HostMailbox() { cudaFreeHost(mail_); }
+  HostMailbox(const HostMailbox&) = delete;
+  HostMailbox& operator=(const HostMailbox&) = delete;
+  volatile Mailbox* operator->() const { return mail_; }
+  Mailbox* device() const { return device_; }
+  void clear(int tokens) {
+    mail_->cancel = 0;
+    mail_->reason = -1;
+    for (int i = 0; i < tokens; i++) ((volatile int32_t*)mail_->tokens)[i] = 0;
+  }
+
+ private:
+  static constexpr size_t kBytes = sizeof(Mailbox) + (kMaxContext + 2) * sizeof(int32_t);
+  Mailbox* mail_ = nullptr;
+  Mailbox* device_ = nullptr;
+};
+
+// Activations of the step kernel, in one allocation.
+constexpr size_t kAttentionUnits = (size_t)kKvHeads * kMaxSplits;
+struct Workspace {
+  size_t bytes = 0;
+  template <class T>
+  size_t place(size_t n) {
+    const size_t at = bytes;
+    bytes += (n * sizeof(T) + 255) / 256 * 256;
+    return at;
+  }
+  const size_t hidden = place<uint16_t>((size_t)kMaxTokens * kHidden);
+  const size_t router_input = place<float>((size_t)kMaxTokens * kHidden);
+  const size_t squares = place<float>((size_t)kMaxTokens * kGrid);
+  const size_t qkv = place<float>((size_t)kMaxTokens * kQkvRows);
+  const size_t partial = place<float>(kAttentionUnits * kAttentionRows * kHeadDim);
+  const size_t partial_sums = place<float2>(kAttentionUnits * kAttentionRows);
+  const size_t attention = place<uint16_t>((size_t)kMaxTokens * kQRows);
+  const size_t router_logits = place<float>((size_t)kMaxTokens * kExperts);
+  const size_t swiglu = place<uint16_t>((size_t)kMaxTokens * kTopK * kMoeIntermediate);
+  const size_t logits = place<float>((size_t)kMaxTokens * kVocab);
+  const size_t best = place<float2>((size_t)kMaxTokens * kGrid);
+  const size_t shared_token = place<int32_t>(2);
+  const size_t history = place<int32_t>(kMaxContext + 1);
+  const size_t barrier = place<uint32_t>(1);
+  const size_t report = place<Report>(1);
+};
+
+}  // namespace mk
+
+struct mk_model {
+  const int context;
+  const double wait_limit_s;
+  const mk::Workspace places;
+  mk::DeviceArray<uint8_t> weights{mk::m::blob_bytes};
+  mk::DeviceArray<uint8_t> kv{(size_t)mk::kKvBytes};
+  mk::DeviceArray<float2> rope{(size_t)mk::kMaxContext * (mk::kRotary / 2)};
+  mk::DeviceArray<uint8_t> work{places.bytes};
+  mk::HostMailbox mail;
+  mk::HostStream stream;
+  mk::StepParams params{};
+  uint32_t epochs = 0;    // layers done, for the report of a wait
+  uint32_t arrivals = 0;  // at the grid barrier
+  int32_t length = 0;     // positions in the KV cache
+  int32_t failure = MK_OK;
+  std::string failure_text;
+  std::atomic<bool> cancelled{false};
+
+  mk_model(const void* blob, int context, double wait_limit_s);
+
+  // Puts a launch of the step kernel into the stream: `given` tokens, which lie in the history from position `length` on,
+  // then new_tokens chosen ones, of which the host finds the first in the mailbox at `made`.
+  void launch(int given, int new_tokens, int made, int num_logits, const mk_request* request);
+  // Waits for the stream. Throws what the kernel reported.
+  void finish();
+  int32_t* history() const { return (int32_t*)(work.get() + places.history); }
+  float* logits() const { return (float*)(work.get() + places.logits); }
+  // Copies tokens to their positions behind `length`.
+  void give(const int32_t* tokens, int count) {
+    mk::check(cudaMemcpyAsync(history() + length, tokens, count * sizeof(int32_t), cudaMemcpyHostToDevice, stream),
+              "copying tokens to the GPU");
+  }
+  // Chosen token i, as soon as it is there; -1 when the kernel ended without it.
+  int32_t await_token(int i);
+};
+
+inline mk_model::mk_model(const void* blob, int context, double wait_limit_s)
+    : context(context), wait_limit_s(wait_limit_s) {
+  using namespace mk;
+  check(cudaMemcpy(weights.get(), blob, m::blob_bytes, cudaMemcpyHostToDevice), "copying the weights to the GPU");
+  // Masked positions are multiplied by zero, so the cache must hold numbers.
+  check(cudaMemset(kv.get(), 0, kKvBytes), "clearing the KV cache");
+  check(cudaMemset(work.get(), 0, places.bytes), "clearing the workspace");
+  std::vector<float2> table((size_t)kMaxContext * (kRotary / 2));
+  for (size_t i = 0; i < table.size(); i++) {
+    const float angle = (float)(i / (kRotary / 2)) * m::inv_freq[i % (kRotary / 2)];
+    table[i] = make_float2(std::cos(angle) * m::rope_attention_factor, std::sin(angle) * m::rope_attention_factor);
+  }
+  check(cudaMemcpy(rope.get(), table.data(), table.size() * sizeof(float2), cudaMemcpyHostToDevice),
+        "copying the RoPE table");
+  check(cudaDeviceSynchronize(), "setting the model up");
+  const uint8_t* w = weights.get();
+  uint8_t* a = work.get();
+  params.dense = w + m::dense_at;
+  params.head = w + m::head_at;
+  params.experts = w + m::experts_at;
+  params.routers = w + m::routers_at;
+  params.embedding = (const uint16_t*)(w + m::embedding_at);
+  params.norms = (const float*)(w + m::norms_at);
+  params.expert_scales = (const float4*)(w + m::expert_scales_at);
+  params.dense_scales = (const float*)(w + m::dense_scales_at);
+  params.head_scales = (const float*)(w + m::head_scales_at);
+  params.rope = rope.get();
+  params.kv = kv.get();
+  params.hidden = (uint16_t*)(a + places.hidden);
+  params.router_input = (float*)(a + places.router_input);
+  params.squares = (float*)(a + places.squares);
+  params.qkv = (float*)(a + places.qkv);
+  params.partial = (float*)(a + places.partial);
+  params.partial_sums = (float2*)(a + places.partial_sums);
+  params.attention = (uint16_t*)(a + places.attention);
+  params.router_logits = (float*)(a + places.router_logits);
+  params.swiglu = (uint16_t*)(a + places.swiglu);
+  params.logits = logits();
+  params.best = (float2*)(a + places.best);
+  params.shared_token = (int32_t*)(a + places.shared_token);
+  params.history = history();
+  params.barrier = (uint32_t*)(a + places.barrier);
+  params.report = (Report*)(a + places.report);
+  params.mail = mail.device();
+  params.wait_limit_ns = (uint64_t)(std::min(wait_limit_s, 1e9) * 1e9);
+  params.tiles_per_split = 4;
+  params.max_length = context;
+  params.dense_flight = 2;
+  params.head_flight = kStepSlots;
+  params.expert_flight = kStepSlots;
+}
+
+inline void mk_model::launch(int given, int new_tokens, int made, int num_logits, const mk_request* request) {
+  using namespace mk;
+  StepParams p = params;
+  p.barrier_base = arrivals;
+  p.first_epoch = epochs;
+  p.position = length;
+  p.given = given;
+  p.new_tokens = new_tokens;
+  p.made = made;
+  p.num_logits = num_logits;
+  if (request) {
+    p.num_stop_tokens = request->num_stop_tokens;
+    std::copy_n(request->stop_tokens, request->num_stop_tokens, p.stop_tokens);
+    p.sampling = {request->temperature,        request->top_p, request->min_p,
+                  request->repetition_penalty, request->top_k, request->seed};
+  }
+  uint32_t zero = 0;
+  void* args[] = {&p, &zero};
+  const bool wide = std::min(given, kStepTokens) > 8;
+  check(cudaLaunchCooperativeKernel(wide ? step_kernel<2> : step_kernel<1>, dim3(kGrid), dim3(kThreads), args,
+                                    sizeof(StepShared), stream),
+        "launching the kernel");
+}
+
+inline void mk_model::finish() {
+  using namespace mk;
+  Report r;
+  check(cudaMemcpyAsync(&r, params.report, sizeof r, cudaMemcpyDeviceToHost, stream), "copying the report from the GPU");
+  check(cudaMemcpyAsync(&arrivals, params.barrier, sizeof arrivals, cudaMemcpyDeviceToHost, stream),
+        "copying the barrier's count from the GPU");
+  check(cudaStreamSynchronize(stream), "running the kernel");
+  if (r.expired) throw Failure(MK_ERR_TIMEOUT, describe(r, wait_limit_s));
+}
+
+inline int32_t mk_model::await_token(int i) {
+  using namespace mk;
+  const volatile int32_t& token = ((volatile int32_t*)mail->tokens)[i];
+  for (int spins = 1; token == 0; spins++) {
+    if (cancelled.load(std::memory_order_relaxed)) mail->cancel = 1;
+    if (spins % 64) continue;
+    const cudaError_t state = cudaStreamQuery(stream);
+    if (state == cudaErrorNotReady) {
+      std::this_thread::sleep_for(std::chrono::microseconds(10));
+      continue;
+    }
+    check(state, "running the kernel");
+    break;
+  }
+  return token - 1;
+}

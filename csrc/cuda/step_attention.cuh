@@ -1,0 +1,273 @@
+// Attention of the step kernel: q/k norm, RoPE, KV write, attention over a split of the cache, combination of the splits.
+//
+// A unit is one KV head and the tiles of 16 positions t = split, split + splits, ...; its rows are the query heads of the
+// group for every token, token major, 16 rows to an MMA. Squads of four warps work on one block of 16 rows and 32 positions
+// at a time: each warp scores eight of the positions, then all weigh a quarter of the head's dimensions each (more of either
+// would not fit the registers). Where there are fewer row blocks than squads, several squads share one and divide its
+// positions.
+#pragma once
+#include <utility>
+#include "step_producer.cuh"
+
+namespace mk {
+
+// Positions that a query of this layer sees, 0: all. Device code cannot index a constant of the host, so it asks for every
+// layer in turn; where none has a window, the compiler sees that.
+template <size_t... kLayer>
+__device__ __forceinline__ int window_of(int layer, std::index_sequence<kLayer...>) {
+  int window = 0;
+  ((layer == (int)kLayer ? window = std::integral_constant<int, kWindows[kLayer]>::value : 0), ...);
+  return window;
+}
+
+// One warp: element d of the vector at src (one head of one token), normed and rotated, goes to store(d, value).
+template <class Store>
+__device__ __forceinline__ void rotate_vector(const StepBlock& b, const float* src, const float* norm, int position,
+                                              Store&& store) {
+  constexpr int kLane = kHeadDim / 32;
+  float v[kLane], squares = 0;
+#pragma unroll
+  for (int j = 0; j < kLane; j++) {
+    v[j] = __ldcg(src + b.lane + 32 * j);
+    squares += v[j] * v[j];
+  }
+  const float r = kQkNorm ? rsqrtf(warp_sum(squares) / kHeadDim + kRmsEps) : 1.f;
+#pragma unroll
+  for (int j = 0; j < kLane; j++) {
+    const int d = b.lane + 32 * j;
+    float x = kQkNorm ? v[j] * (r * __ldg(norm + d)) : v[j];
+    if (d < kRotary) {
+      const bool low = d < kRotary / 2;
+      const int partner = low ? d + kRotary / 2 : d - kRotary / 2;
+      float y = __ldcg(src + partner);
+      if (kQkNorm) y *= r * __ldg(norm + partner);
+      const float2 c = __ldg(b.p.rope + (int64_t)position * (kRotary / 2) + (low ? d : partner));
+      x = low ? x * c.x - y * c.y : x * c.x + y * c.y;
+    }
+    store(d, x);
+  }
+}
+
+// Queries of the unit into shared memory; keys and values of new positions whose tiles are the unit's into the cache.
+__device__ __forceinline__ void prepare_unit(const StepBlock& b, int kv_head, int split, int splits, uint16_t* q) {
+  const float* norms = b.p.norms + b.layer * kNormLayer;
+  const int rows = b.tokens * kGroup;
+#pragma unroll 1
+  for (int job = b.warp; job < rows + 2 * b.tokens; job += kWarps) {
+    if (job < rows) {
+      const int token = job / kGroup, head = kv_head * kGroup + job % kGroup;
+      rotate_vector(b, b.p.qkv + token * kQkvRows + head * kHeadDim, norms + kNormQ, b.position + token,
+                    [&](int d, float x) { q[job * kQStride + d] = (uint16_t)pack_bf16x2(x, 0.f); });
+      continue;
+    }
+    const int token = (job - rows) / 2, position = b.position + token;
+    if (position / kTile % splits != split) continue;
+    uint8_t* tile = b.p.kv + kv_tile_offset(b.layer, kv_head, position / kTile);
+    const float* src = b.p.qkv + token * kQkvRows + kQRows + kv_head * kHeadDim;
+    if ((job - rows) % 2 == 0)
+      rotate_vector(b, src, norms + kNormK, position, [&](int d, float x) {
+        *(uint16_t*)(tile + k_offset(position, d)) = (uint16_t)pack_bf16x2(x, 0.f);
+      });
+    else
+      for (int d = b.lane; d < kHeadDim; d += 32)
+        *(uint16_t*)(tile + kTileBytes + v_offset(position, d)) = (uint16_t)pack_bf16x2(__ldcg(src + kKvRows + d), 0.f);
+  }
+}
+
+// A row block's running softmax: outputs of this warp's quarter of the dimensions for rows g and g + 8. The sums are of this
+// warp's positions.
+constexpr int kQuarterTiles = kHeadDim / 32;
+struct RunningSoftmax {
+  float out[kQuarterTiles][4] = {};
+  float top[2] = {-INFINITY, -INFINITY}, sum[2] = {};
+};
+
+// Two tiles of the cache (the second may be beyond the unit's last: then `second` is false) for one row block. first: the
+// first position of this warp's tile.
+__device__ __forceinline__ void attend_tiles(const StepBlock& b, RunningSoftmax& r, const uint16_t* q, SquadScores& x,
+                                             const uint8_t* cache, uint32_t stride, int first, bool second, int block,
+                                             int window) {
+  const int member = b.warp & 3, g = b.lane >> 2, t = b.lane & 3, barrier = kSquadBarrier + (b.warp >> 2);
+  const bool mine = member < 2 || second;
+  const uint4* keys = (const uint4*)(cache + member / 2 * stride) + member % 2 * (kHeadDim / 32) * 32 + b.lane;
+  uint4 k[kHeadDim / 32];
+#pragma unroll
+  for (int i = 0; i < kHeadDim / 32; i++) k[i] = mine ? __ldcg(keys + 32 * i) : make_uint4(0, 0, 0, 0);
+  // Values arrive while the scores are exchanged.
+  const uint8_t* values = cache + kTileBytes + (member * kQuarterTiles * 32 + b.lane) * sizeof(uint2);
+  uint2 v[kQuarterTiles];
+#pragma unroll
+  for (int j = 0; j < kQuarterTiles; j++) v[j] = __ldcg((const uint2*)values + 32 * j);
+  float s[4] = {};  // positions 2 t and 2 t + 1 of rows g and g + 8
+#pragma unroll
+  for (int i = 0; i < kHeadDim / 32; i++) {
+    const uint4 q0 = *(const uint4*)(q + (16 * block + g) * kQStride + 32 * i + 8 * t);
+    const uint4 q1 = *(const uint4*)(q + (16 * block + g + 8) * kQStride + 32 * i + 8 * t);
+    mma_bf16(s, q0.x, q1.x, q0.y, q1.y, k[i].x, k[i].y);
+    mma_bf16(s, q0.z, q1.z, q0.w, q1.w, k[i].z, k[i].w);
+  }
+  // Masked scores are -inf. Rows behind the last token's are computed and never looked at.
+  const float scale = rsqrtf((float)kHeadDim) * 1.4426950408889634f;  // and exponents of two
+  float top[2];
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    const int self = b.position + (16 * block + g + 8 * h) / kGroup;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const int at = first + 2 * t + i;
+      s[2 * h + i] = mine && at <= self && (window == 0 || at > self - window) ? s[2 * h + i] * scale : -INFINITY;
+    }
+    top[h] = fmaxf(s[2 * h], s[2 * h + 1]);
+    top[h] = fmaxf(top[h], __shfl_xor_sync(~0u, top[h], 1));
+    top[h] = fmaxf(top[h], __shfl_xor_sync(~0u, top[h], 2));
+    if (t == 0) x.top[g + 8 * h][member] = top[h];
+  }
+  group_sync(barrier, 128);
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    const float4 all = *(const float4*)x.top[g + 8 * h];
+    top[h] = fmaxf(fmaxf(fmaxf(all.x, all.y), fmaxf(all.z, all.w)), r.top[h]);
+    const float base = top[h] == -INFINITY ? 0.f : top[h], fade = exp2_approx(r.top[h] - base);
+    r.top[h] = top[h];
+    const uint32_t p = pack_bf16x2(exp2_approx(s[2 * h] - base), exp2_approx(s[2 * h + 1] - base));
+    *(uint32_t*)&x.p[g + 8 * h][8 * member + 2 * t] = p;
+    r.sum[h] = r.sum[h] * fade + (bf16_low(p) + bf16_high(p));
+#pragma unroll
+    for (int j = 0; j < kQuarterTiles; j++) r.out[j][2 * h] *= fade, r.out[j][2 * h + 1] *= fade;
+  }
+  uint2 v1[kQuarterTiles];
+#pragma unroll
+  for (int j = 0; j < kQuarterTiles; j++)
+    v1[j] = second ? __ldcg((const uint2*)(values + stride) + 32 * j) : make_uint2(0, 0);
+  group_sync(barrier, 128);
+#pragma unroll
+  for (int n = 0; n < 2; n++) {
+    const uint2 p0 = *(const uint2*)&x.p[g][16 * n + 4 * t], p1 = *(const uint2*)&x.p[g + 8][16 * n + 4 * t];
+#pragma unroll
+    for (int j = 0; j < kQuarterTiles; j++)
+      mma_bf16(r.out[j], p0.x, p1.x, p0.y, p1.y, n ? v1[j].x : v[j].x, n ? v1[j].y : v[j].y);
+  }
+}
+
+__device__ __forceinline__ void step_attention(StepBlock& b, int splits) {
+  b.stamp(kPhaseAttention, 0);
+  const int units = kKvHeads * splits, tiles = ceil_div(b.position + b.tokens, kTile);
+  const int rows = b.tokens * kGroup, blocks = ceil_div(rows, 16), window = window_of(b.layer, std::make_index_sequence<kLayers>());
+  const int oldest = window ? max(0, b.position + 1 - window) / kTile : 0;  // tile of the first position that is seen
+  const int spread = blocks > 2 ? 4 : blocks;  // row blocks that the squads take at a time
+  const int shares = kSquads / spread, squad = b.warp >> 2, share = squad / spread, member = b.warp & 3;
+  const int g = b.lane >> 2, t = b.lane & 3;
+  uint16_t* q = b.scratch<uint16_t>();
+  SquadScores& exchange = ((SquadScores*)(q + ceil_div(kStepTokens * kGroup, 16) * 16 * kQStride))[squad];
+#pragma unroll 1
+  for (int unit = b.sm; unit < units; unit += kGrid) {
+    const int kv_head = unit / splits, split = unit % splits;
+    prepare_unit(b, kv_head, split, splits, q);
+    team_sync<kTeam>();
+    forget(b.lane, b.tid);
+    b.stamp(kPhaseAttention, 1);
+    const int count = (tiles - split + splits - 1) / splits, skip = max(0, (oldest - split + splits - 1) / splits);
+    const uint32_t stride = splits * 2 * kTileBytes;
+    const uint8_t* cache = b.p.kv + kv_tile_offset(b.layer, kv_head, split);
+    float* out = b.p.partial + (int64_t)unit * kAttentionRows * kHeadDim;
+    float2* sums = b.p.partial_sums + unit * kAttentionRows;
+#pragma unroll 1
+    for (int block = squad % spread; block < blocks; block += spread) {
+      RunningSoftmax r;
+#pragma unroll 1
+      for (int i = skip + 2 * share; i < count; i += 2 * shares)
+        attend_tiles(b, r, q, exchange, cache + (int64_t)i * stride, stride,
+                     ((i + member / 2) * splits + split) * kTile + member % 2 * 8, i + 1 < count, block, window);
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        r.sum[h] += __shfl_xor_sync(~0u, r.sum[h], 1);
+        r.sum[h] += __shfl_xor_sync(~0u, r.sum[h], 2);
+        if (t == 0) exchange.top[g + 8 * h][member] = r.sum[h];
+      }
+      group_sync(kSquadBarrier + squad, 128);
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        const float4 all = *(const float4*)exchange.top[g + 8 * h];
+        r.sum[h] = (all.x + all.y) + (all.z + all.w);
+      }
+      group_sync(kSquadBarrier + squad, 128);
+      float* o = out + 16 * block * kHeadDim;
+      float2* s = sums + 16 * block;
+      if (shares > 1) {  // then there is one block a squad, and the squads' outputs meet in shared memory
+        team_sync<kTeam>();  // queries and scores were read
+        o = b.scratch<float>() + squad * 16 * kHeadDim;
+        s = (float2*)(b.scratch<float>() + kSquads * 16 * kHeadDim) + squad * 16;
+      }
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+#pragma unroll
+        for (int j = 0; j < kQuarterTiles; j++)
+          *(float2*)(o + (g + 8 * h) * kHeadDim + 8 * (member * kQuarterTiles + j) + 2 * t) =
+              make_float2(r.out[j][2 * h], r.out[j][2 * h + 1]);
+        if (member == 0 && t == 0) s[g + 8 * h] = make_float2(r.top[h], r.sum[h]);
+      }
+    }
+    if (shares > 1) {
+      team_sync<kTeam>();
+      forget(b.lane, b.tid);
+      const float* o = b.scratch<float>();
+      const float2* s = (const float2*)(o + kSquads * 16 * kHeadDim);
+#pragma unroll 1
+      for (int i = b.tid; i < rows * kHeadDim; i += kTeam) {
+        const int row = i / kHeadDim, d = i % kHeadDim;
+        float top = -INFINITY;
+        for (int k = 0; k < shares; k++) top = fmaxf(top, s[k * spread * 16 + row].x);
+        float value = 0, sum = 0;
+#pragma unroll 1
+        for (int k = 0; k < shares; k++) {
+          const float2 part = s[k * spread * 16 + row];
+          const float f = part.x == -INFINITY ? 0.f : exp2_approx(part.x - top);
+          value += f * o[(k * spread * 16 + row) * kHeadDim + d];
+          sum += f * part.y;
+        }
+        out[row * kHeadDim + d] = value;
+        if (d == 0) sums[row] = make_float2(top, sum);
+      }
+    }
+    if (unit + kGrid < units) team_sync<kTeam>();  // the next unit overwrites shared memory
+  }
+  b.stamp(kPhaseAttention, 3);
+  b.meet();
+}
+
+// One warp a row of heads x tokens, spread over the grid.
+__device__ __forceinline__ void step_combine(StepBlock& b, int splits) {
+  b.stamp(kPhaseCombine, 0);
+  constexpr int kLane = kHeadDim / 32;
+#pragma unroll 1
+  for (int i = b.sm + kGrid * b.warp; i < b.tokens * kHeads; i += kGrid * kWarps) {
+    const int token = i / kHeads, head = i % kHeads, row = token * kGroup + head % kGroup;
+    const int unit = head / kGroup * splits;
+    const float2 mine = b.lane < splits ? __ldcg(b.p.partial_sums + (unit + b.lane) * kAttentionRows + row)
+                                        : make_float2(-INFINITY, 0.f);
+    float top = mine.x;
+#pragma unroll
+    for (int o = 16; o; o >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, o));
+    const float f = mine.x == -INFINITY ? 0.f : exp2_approx(mine.x - top);
+    const float inverse = __fdividef(1.f, warp_sum(f * mine.y));
+    float v[kLane] = {};
+    const float* src = b.p.partial + ((int64_t)unit * kAttentionRows + row) * kHeadDim + b.lane * kLane;
+#pragma unroll 4
+    for (int k = 0; k < splits; k++, src += kAttentionRows * kHeadDim) {
+      const float w = __shfl_sync(~0u, f, k);
+#pragma unroll
+      for (int j = 0; j < kLane; j += 2) {
+        const float2 part = __ldcg((const float2*)(src + j));
+        v[j] += w * part.x, v[j + 1] += w * part.y;
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kLane; j += 2)
+      *(uint32_t*)(b.p.attention + token * kQRows + head * kHeadDim + b.lane * kLane + j) =
+          pack_bf16x2(v[j] * inverse, v[j + 1] * inverse);
+  }
+  b.stamp(kPhaseCombine, 3);
+  b.meet();
+}
+
+}  // namespace mk

@@ -1,0 +1,225 @@
+// The step kernel's parameters, its shared memory, and what a block of it knows. A step is 1 to 16 tokens; the whole grid
+// meets at a barrier after every phase, so activations are plain memory and any shape of the family runs. decode_kernel
+// (kernel.cuh) is the tuned way for one token a step.
+#pragma once
+#include "ring.cuh"
+#include "sampler.cuh"
+
+namespace mk {
+
+// What the host sees and says while the kernel runs, in memory that both can reach.
+struct Mailbox {
+  int32_t cancel;    // host: end after this token
+  int32_t reason;    // kernel: why it ended, MK_STOP_*
+  int32_t tokens[];  // kernel: chosen token i is tokens[i] - 1, 0 while it is not there
+};
+
+constexpr int kMaxStopTokens = 64;
+
+struct StepParams {
+  // Weights: the blob's sections.
+  const uint8_t *dense, *head, *experts, *routers;
+  const uint16_t* embedding;
+  const float* norms;
+  const float4* expert_scales;
+  const float *dense_scales, *head_scales;  // fp8 only
+  const float2* rope;                       // [position][kRotary / 2]: cosine, sine
+  uint8_t* kv;
+  // Activations, written in one phase and read in the next. bf16 where nothing else is said.
+  uint16_t* hidden;      // [kMaxTokens][kHidden] residual x the next norm's weights; 1/rms is applied to the sums
+  float* router_input;   // [kMaxTokens][kHidden] the same in float32
+  float* squares;        // [kMaxTokens][kGrid] every owner's share of the sum of squares
+  float* qkv;            // [kMaxTokens][kQkvRows] before norm and RoPE
+  float* partial;        // [unit][kAttentionRows][kHeadDim] attention of a KV split
+  float2* partial_sums;  // [unit][kAttentionRows] its maximum and denominator
+  uint16_t* attention;   // [kMaxTokens][kQRows]
+  float* router_logits;  // [kMaxTokens][kExperts]
+  uint16_t* swiglu;      // [kMaxTokens x kTopK][kMoeIntermediate]
+  float* logits;         // [kMaxTokens][kVocab]; rows count on over the steps of a launch without new tokens
+  float2* best;          // [kMaxTokens][kGrid] {largest logit, its row as an integer's bits}
+  int32_t* shared_token; // [2] what SM 0 decided: the token, 1 when the generation was cancelled
+  float* taps;           // NULL, or [layer][kMaxTokens][kHidden]: the residual after every layer
+  int32_t* history;      // [kMaxContext + 1]: token at every position; the given ones are there already
+  uint32_t* barrier;     // counts arrivals of blocks, across launches
+  Report* report;
+  Mailbox* mail;
+  int64_t* trace;  // [kLayers + 1][kPhases][kGrid][4] nanoseconds of the last step; traced builds only
+  uint64_t wait_limit_ns;
+  uint32_t barrier_base;  // arrivals before this launch
+  uint32_t first_epoch;   // layers done before this launch
+  int32_t position;       // of the first given token
+  int32_t given;          // tokens to run first, at least one
+  int32_t new_tokens;     // tokens to choose after them; all but the last are run too
+  int32_t made;           // tokens chosen before this launch: the first goes to mail->tokens[made]
+  int32_t num_logits;     // without new tokens: logits wanted of so many last given tokens
+  int32_t tiles_per_split;  // KV tiles that are worth an SM of their own
+  int32_t max_length;       // positions that the cache may take
+  int32_t num_stop_tokens;
+  int32_t stop_tokens[kMaxStopTokens];
+  Sampling sampling;
+  int32_t dense_flight, head_flight, expert_flight;  // pages under way
+};
+
+// ---- shape of the step kernel ----------------------------------------------------------------------------------------
+constexpr int kStepSlots = 4;  // of each ring
+// Squads of four warps, with a named barrier each: they share a row block in attention, a tile in gate/up.
+constexpr int kSquads = 4, kSquadBarrier = 4;
+constexpr int kExpertPageBytes =
+    (tile_page_chunks(kHidden, 0) > tile_page_chunks(kMoeIntermediate, 0) ? tile_page_chunks(kHidden, 0)
+                                                                         : tile_page_chunks(kMoeIntermediate, 0)) *
+    kChunkBytes;
+// Warps that share one gate/up tile, each with a part of its columns. Four groups work on four tiles at a time where a
+// tile is one page: then a group meets the same slot of the ring again and again. Otherwise all warps share a tile.
+constexpr int kPairGroups = tile_pages(kHidden) == 1 ? kSquads : 1, kPairWarps = kWarps / kPairGroups;
+// Down tiles in a page, and the parts of a page's columns: the four warps of a slot share its page.
+constexpr int kDownPages = tile_pages(kMoeIntermediate);
+constexpr int kDownFit = kExpertPageBytes / (kDownPages == 1 ? kDownTileBytes : kExpertPageBytes);
+constexpr int kDownPack = kDownFit > 3 ? 4 : kDownFit > 1 ? 2 : 1, kDownSplit = 4 / kDownPack;
+constexpr int kDownCopies = kDownPages * kDownSplit;  // partial sums of a down product
+constexpr int kDenseChunk = 8;                        // row units between two reductions
+constexpr int kQStride = kHeadDim + 8, kXStride = kHidden + 8;
+constexpr int kMaxSplits = kGrid / kKvHeads < 1 ? 1 : kGrid / kKvHeads > 32 ? 32 : kGrid / kKvHeads;
+constexpr int kAttentionRows = ceil_div(kMaxTokens * kGroup, 16) * 16;
+
+// What a squad exchanges about a block of 16 rows and 32 positions in attention.
+struct alignas(16) SquadScores {
+  float top[16][4];    // of each warp's positions
+  uint16_t p[16][36];  // weights of the positions, bf16; rows in different banks
+};
+
+MK_HD int most(int a, int b) { return a > b ? a : b; }
+// Bytes of the part of shared memory that phases use in turn, at most `tokens` tokens a step.
+MK_HD int step_scratch(int tokens) {
+  const int x = tokens * kXStride * 2;                                                       // input of gate/up
+  const int scores = ceil_div(tokens * kGroup, 16) * 16 * kQStride * 2 + kSquads * (int)sizeof(SquadScores);
+  const int outputs = kSquads * 16 * (kHeadDim * 4 + 8);
+  const int dense = kDenseChunk * kWarps * kPageRows * (tokens > 8 ? 16 : 8) * 4;            // partial sums
+  const int down = kDownCopies * tokens * kTopK * kOwnedRows * 4;
+  return most(most(most(x, scores), most(outputs, dense)), most(down, (int)sizeof(SamplerScratch)));
+}
+constexpr int kSharedLimit = 227 << 10;
+MK_HD int step_fixed() {  // everything else, rounded up
+  return kStepSlots * (kPageBytes + kExpertPageBytes) + kWarps * 2 * 16 * 8 * 4 + kMaxTokens * kOwnedRows * 4 +
+         kMaxTokens * kWarps * 4 + kMaxTokens * kTopK * 12 + kExperts * 6 + 4096;
+}
+MK_HD int step_tokens() {
+  int tokens = kMaxTokens;
+  while (tokens > 1 && step_fixed() + step_scratch(tokens) > kSharedLimit) tokens /= 2;
+  return tokens;
+}
+constexpr int kStepTokens = step_tokens();  // most tokens that a step of this model takes
+
+struct alignas(128) StepShared {
+  uint8_t dense[kStepSlots][kPageBytes];
+  uint8_t expert[kStepSlots][kExpertPageBytes];
+  alignas(128) uint8_t scratch[step_scratch(kStepTokens)];
+  float pair_part[kPairGroups][2][kPairWarps][16][8];
+  float residual[kMaxTokens][kOwnedRows];
+  float router_dot[kMaxTokens][kWarps];
+  float rms[kMaxTokens];  // 1/rms of the phase's input
+  // The choice of experts: pair p = token x kTopK + rank.
+  int16_t pair_expert[kMaxTokens * kTopK];
+  float pair_weight[kMaxTokens * kTopK];
+  int16_t active[kExperts];           // experts that any token chose, ascending
+  int16_t list_start[kExperts + 1];   // of every active expert its pairs in `list`
+  int16_t list[kMaxTokens * kTopK];
+  int32_t warp_counts[kWarps];
+  int32_t active_count;
+  float best_value[kTeam];
+  int32_t best_row[kTeam];
+  int32_t token;      // to run next
+  int32_t ended;      // the generation is over
+  int32_t quit;       // the consumers leave
+  int32_t expired;    // set by the watchdog
+  uint32_t progress;  // epoch x kPhases + phase of the consumers
+  uint64_t dense_full[kStepSlots], dense_empty[kStepSlots], expert_full[kStepSlots], expert_empty[kStepSlots];
+};
+static_assert(sizeof(StepShared) <= kSharedLimit, "more shared memory than a block can have");
+using StepRing = Ring<kStepSlots>;
+
+// Given tokens come first, kStepTokens a step; then the chosen ones, one a step.
+struct Step {
+  int first, tokens;  // of the given ones; first counts on behind them
+  bool head;          // this step computes logits
+};
+__device__ __forceinline__ int step_count(const StepParams& p) {
+  return ceil_div(p.given, kStepTokens) + (p.new_tokens > 1 ? p.new_tokens - 1 : 0);
+}
+__device__ __forceinline__ Step step_at(const StepParams& p, int i) {
+  const int chunks = ceil_div(p.given, kStepTokens);
+  if (i >= chunks) return {p.given + i - chunks, 1, true};
+  const int first = i * kStepTokens, tokens = min(kStepTokens, p.given - first);
+  return {first, tokens, p.new_tokens ? i + 1 == chunks : first + tokens > p.given - p.num_logits};
+}
+
+struct StepBlock {
+  const StepParams& p;
+  StepShared& s;
+  int sm, warp, lane, tid;
+  uint32_t zero;     // see Ring::release
+  uint32_t epoch;    // of the running layer
+  uint32_t arrivals; // at the grid barrier when all have come to the last one
+  int layer;
+  int position, tokens;  // of the running step
+  int first;             // row of its first token in logits and taps
+  bool traced;
+
+  __device__ __forceinline__ int first_unit() const { return sm * kOwnedUnits; }
+  __device__ __forceinline__ int units() const {  // of 16 hidden rows
+    return max(0, min(kOwnedUnits, kUnits - first_unit()));
+  }
+  __device__ __forceinline__ int owned_row() const { return first_unit() * kUnitRows; }
+  template <class T>
+  __device__ __forceinline__ T* scratch() const { return (T*)s.scratch; }
+
+  // Moments of a phase: 0 entered, 1 input there, 2 products done, 3 published.
+  __device__ __forceinline__ void stamp(Phase phase, int moment) {
+    forget(lane, tid);  // or addresses would be computed a phase ahead, and spilled
+    if (moment == 0 && tid == 0) *(volatile uint32_t*)&s.progress = epoch * kPhases + phase;
+#ifdef MK_TRACE
+    if (tid == 0 && traced && p.trace)
+      p.trace[(((int64_t)layer * kPhases + phase) * kGrid + sm) * 4 + moment] = global_nanoseconds();
+#endif
+  }
+
+  // All blocks meet, and what they wrote before is there for loads past L1 afterwards. After the watchdog gave up nobody
+  // waits any more: the kernel runs through its step on whatever is there and leaves.
+  __device__ __forceinline__ void meet() {
+    arrivals += kGrid;
+    team_sync<kTeam>();
+    if (tid == 0) {
+      add_release(p.barrier, 1);
+      for (uint32_t spins = 1; (int32_t)(load_acquire(p.barrier) - arrivals) < 0; spins++)
+        if (spins % 16 == 0 && *(const volatile int32_t*)&s.expired) break;
+    }
+    team_sync<kTeam>();
+  }
+
+  // 1/rms of every token's hidden state into s.rms, by one warp a token; a team_sync must follow. Every SM adds the owners'
+  // shares in the same order.
+  __device__ __forceinline__ void load_rms() const {
+    if (warp >= tokens) return;
+    float sum = 0;
+    for (int i = lane; i < kOwners; i += 32) sum += __ldcg(p.squares + warp * kGrid + i);
+    sum = warp_sum(sum);
+    if (lane == 0) s.rms[warp] = rsqrtf(sum / kHidden + kRmsEps);
+  }
+  // What a phase that changed the residual leaves for the next: the new residual of this SM's rows is in s.residual.
+  // norm: weights of the norm that comes next. A team_sync must come before.
+  __device__ __forceinline__ void publish_hidden(const float* norm) const {
+    const int rows = units() * kUnitRows;
+    for (int i = tid; i < tokens * rows; i += kTeam) {
+      const int token = i / rows, row = i % rows;
+      const float v = s.residual[token][row] * __ldg(norm + owned_row() + row);
+      p.hidden[token * kHidden + owned_row() + row] = (uint16_t)pack_bf16x2(v, 0.f);
+      p.router_input[token * kHidden + owned_row() + row] = v;
+    }
+    if (tid < tokens && rows) {
+      float sum = 0;
+      for (int row = 0; row < rows; row++) sum += s.residual[tid][row] * s.residual[tid][row];
+      p.squares[tid * kGrid + sm] = sum;
+    }
+  }
+};
+
+}  // namespace mk

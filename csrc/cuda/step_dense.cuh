@@ -1,0 +1,177 @@
+// bf16 and fp8 products of the step kernel, and the phases that are made of one: embedding, QKV, output projection.
+#pragma once
+#include "mma.cuh"
+#include "step_block.cuh"
+
+namespace mk {
+
+// How a matrix of kK columns is worked through. Its input lies in registers: pages of kBlock at a time.
+template <bool kFp8, int kK, int kTiles>
+struct DenseShape {
+  static constexpr int kPages = unit_pages(kK, kFp8);
+  static constexpr int kX = kFp8 ? 4 : 2;  // 16-byte registers of one token's input in a page
+  static constexpr int kBlock = 8 / (kX * kTiles) < 1 ? 1 : 8 / (kX * kTiles);
+};
+
+// One warp's share of a page: 8 rows x its columns. Tokens are the MMA's rows, weights its columns; two accumulators halve
+// the dependent chain. x: this lane's columns of token g, and of g + 8.
+template <bool kFp8, int kTiles>
+__device__ __forceinline__ void multiply_share(float (&acc)[2][4], const uint4 (&w)[2],
+                                               const uint4 (&x)[kTiles][kFp8 ? 4 : 2]) {
+  const uint32_t words[8] = {w[0].x, w[0].y, w[0].z, w[0].w, w[1].x, w[1].y, w[1].z, w[1].w};
+#pragma unroll
+  for (int m = 0; m < (kFp8 ? 8 : 4); m++) {
+    uint32_t b0, b1;
+    if constexpr (kFp8)
+      unpack_fp8(words[m], b0, b1);
+    else
+      b0 = words[2 * m], b1 = words[2 * m + 1];
+    const uint4 lo = x[0][m / 2], hi = x[kTiles - 1][m / 2];
+    const uint32_t a0 = m % 2 ? lo.z : lo.x, a2 = m % 2 ? lo.w : lo.y;
+    const uint32_t a1 = kTiles == 1 ? 0 : m % 2 ? hi.z : hi.x, a3 = kTiles == 1 ? 0 : m % 2 ? hi.w : hi.y;
+    mma_bf16(acc[m % 2], a0, a1, a2, a3, b0, b1);
+  }
+}
+
+// This lane's input columns of pages h0 .. h0 + kBlock - 1; zeros where there is no token or no column.
+template <class Shape, bool kFp8, int kK, int kTiles>
+__device__ __forceinline__ void load_input(const StepBlock& b, const uint16_t* x, int h0,
+                                           uint4 (&r)[Shape::kBlock][kTiles][Shape::kX]) {
+  const int g = b.lane >> 2, t = b.lane & 3;
+#pragma unroll
+  for (int h = 0; h < Shape::kBlock; h++)
+#pragma unroll
+    for (int half = 0; half < kTiles; half++)
+#pragma unroll
+      for (int i = 0; i < Shape::kX; i++) {
+        const int token = g + 8 * half, column = page_columns(kFp8) * (h0 + h) + share_columns(kFp8) * b.warp +
+                                                 (kFp8 ? 64 * (i / 2) + 16 * t + 8 * (i % 2) : 32 * i + 8 * t);
+        r[h][half][i] = token < b.tokens && column < kK ? __ldcg((const uint4*)(x + token * kK + column))
+                                                        : make_uint4(0, 0, 0, 0);
+      }
+}
+
+// Products of `units` row units, whose pages come through the ring in the order of dense_pages(), with x [tokens][kK].
+// After every kDenseChunk of them finish(first, count) is called with all partial sums in shared memory: output_sum()
+// takes them from there.
+template <bool kFp8, int kK, int kTiles, class Finish>
+__device__ __forceinline__ void dense_product(const StepBlock& b, StepRing& ring, const uint16_t* x, int units,
+                                              Finish&& finish) {
+  using Shape = DenseShape<kFp8, kK, kTiles>;
+  float* part = b.scratch<float>();
+  uint4 r[Shape::kBlock][kTiles][Shape::kX];
+  if (Shape::kPages <= Shape::kBlock) load_input<Shape, kFp8, kK, kTiles>(b, x, 0, r);
+#pragma unroll 1
+  for (int first = 0; first < units; first += kDenseChunk) {
+    const int count = min(kDenseChunk, units - first);
+#pragma unroll 1
+    for (int h0 = 0; h0 < Shape::kPages; h0 += Shape::kBlock) {
+      if (Shape::kPages > Shape::kBlock) load_input<Shape, kFp8, kK, kTiles>(b, x, h0, r);
+#pragma unroll 1
+      for (int u = 0; u < count; u++) {
+        float acc[2][4] = {};
+#pragma unroll
+        for (int h = 0; h < Shape::kBlock; h++) {
+          if (h0 + h >= Shape::kPages) break;
+          uint4 w[2] = {};
+          ring.wait_full();
+          // The last page of a unit may have no columns for this warp.
+          if (unit_shares(kK, kFp8) % kWarps == 0 || (h0 + h) * kWarps + b.warp < unit_shares(kK, kFp8)) {
+            const uint4* page = (const uint4*)(b.s.dense[ring.slot()] + b.warp * kShareBytes) + b.lane;
+            w[0] = page[0];
+            w[1] = page[32];
+          }
+          ring.release(w[0].w | w[1].w, b.zero, b.lane);
+          multiply_share<kFp8, kTiles>(acc, w, r[h]);
+        }
+        const int g = b.lane >> 2, t = b.lane & 3;
+        float* out = part + ((u * kWarps + b.warp) * kPageRows + 2 * t) * 8 * kTiles + g;
+#pragma unroll
+        for (int i = 0; i < 2 * kTiles; i++) {  // i / 2: tokens g or g + 8; i % 2: row 2 t or 2 t + 1
+          float* o = out + i % 2 * 8 * kTiles + i / 2 * 8;
+          const float v = acc[0][i] + acc[1][i];
+          *o = h0 ? *o + v : v;
+        }
+      }
+    }
+    team_sync<kTeam>();
+    finish(first, count);
+    if (first + kDenseChunk < units) team_sync<kTeam>();
+  }
+}
+// Sum over the warps of one output of the chunk: row of the chunk, token. The order is that of decode_kernel.
+template <int kTiles>
+__device__ __forceinline__ float output_sum(const StepBlock& b, int row, int token) {
+  const float* part =
+      b.scratch<float>() + (row / kPageRows * kWarps * kPageRows + row % kPageRows) * 8 * kTiles + token;
+  float quarter[4];
+#pragma unroll
+  for (int q = 0; q < 4; q++) {
+    const float* v = part + 4 * q * kPageRows * 8 * kTiles;
+    constexpr int kStep = kPageRows * 8 * kTiles;
+    quarter[q] = (v[0] + v[kStep]) + (v[2 * kStep] + v[3 * kStep]);
+  }
+  return (quarter[0] + quarter[1]) + (quarter[2] + quarter[3]);
+}
+// Calls each(row of the chunk, token) once for every output, one thread an output.
+template <int kTiles, class Each>
+__device__ __forceinline__ void each_output(const StepBlock& b, int count, Each&& each) {
+  for (int i = b.tid; i < count * kPageRows * 8 * kTiles; i += kTeam)
+    if (i % (8 * kTiles) < b.tokens) each(i / (8 * kTiles), i % (8 * kTiles));
+}
+
+// Rows of the embedding become the residual.
+__device__ __forceinline__ void step_embed(StepBlock& b, const int32_t* tokens) {
+  b.stamp(kPhaseEmbed, 0);
+  const int rows = b.units() * kUnitRows;
+  for (int i = b.tid; i < b.tokens * rows; i += kTeam) {
+    const int token = i / rows, row = i % rows;
+    b.s.residual[token][row] =
+        bf16_low(__ldg(b.p.embedding + (int64_t)tokens[token] * kHidden + b.owned_row() + row));
+  }
+  team_sync<kTeam>();
+  b.publish_hidden(b.p.norms + kNormInput);
+  b.stamp(kPhaseEmbed, 3);
+  b.meet();
+}
+
+template <int kTiles>
+__device__ __forceinline__ void step_qkv(StepBlock& b, StepRing& ring) {
+  b.stamp(kPhaseQkv, 0);
+  b.load_rms();
+  const int u0 = first_item(kQkvUnits, b.sm), units = first_item(kQkvUnits, b.sm + 1) - u0;
+  dense_product<kAttentionFp8, kHidden, kTiles>(b, ring, b.p.hidden, units, [&](int first, int count) {
+    if (first == 0) b.stamp(kPhaseQkv, 2);
+    each_output<kTiles>(b, count, [&](int row, int token) {
+      const int out = 8 * (u0 + first) + row;
+      float y = output_sum<kTiles>(b, row, token) * b.s.rms[token];
+      if constexpr (kAttentionFp8) y *= __ldg(b.p.dense_scales + b.layer * kDenseScaleLayer + out);
+      if constexpr (kQkvBias) y += __ldg(b.p.norms + b.layer * kNormLayer + kBiasQkv + out);
+      b.p.qkv[token * kQkvRows + out] = y;
+    });
+  });
+  b.stamp(kPhaseQkv, 3);
+  b.meet();
+}
+
+template <int kTiles>
+__device__ __forceinline__ void step_out(StepBlock& b, StepRing& ring) {
+  b.stamp(kPhaseOut, 0);
+  constexpr int kPerUnit = kUnitRows / kPageRows;
+  dense_product<kAttentionFp8, kQRows, kTiles>(b, ring, b.p.attention, b.units() * kPerUnit, [&](int first, int count) {
+    if (first == 0) b.stamp(kPhaseOut, 2);
+    each_output<kTiles>(b, count, [&](int row, int token) {
+      const int own = 8 * first + row, out = b.owned_row() + own;
+      float y = output_sum<kTiles>(b, row, token);
+      if constexpr (kAttentionFp8) y *= __ldg(b.p.dense_scales + b.layer * kDenseScaleLayer + kQkvRows + out);
+      if constexpr (kOutBias) y += __ldg(b.p.norms + b.layer * kNormLayer + kBiasOut + out);
+      b.s.residual[token][own] += y;
+    });
+  });
+  team_sync<kTeam>();
+  b.publish_hidden(b.p.norms + b.layer * kNormLayer + kNormPost);
+  b.stamp(kPhaseOut, 3);
+  b.meet();
+}
+
+}  // namespace mk
