@@ -129,7 +129,7 @@ MK_CALLED Sums scan(uint64_t v, uint64_t* part, int tid) {
 }
 
 // Puts the first n entries in ascending order. Behind them, up to a power of two, it writes some that come last.
-// Entries are compared in pairs, 32 neighbouring pairs by one warp: up to a stride of 32 a warp reads what it has written.
+// Entries are compared in pairs, 32 neighbouring pairs by one warp: up to a stride of 32 it reads what it has written.
 MK_CALLED void sort_list(uint64_t* list, int n, int tid) {
   int all = 64;
   while (all < n) all *= 2;
