@@ -33,6 +33,7 @@ from mkpack.text import FILES, Decoder, Sampling, Text
 if TYPE_CHECKING:
     import numpy as np
 
+    from mkpack.pull import Pulled
     from mkpack.rebuild import Rebuilt
 
 MAX_THREADS = 1024  # csrc/cpu/model.cpp refuses more
@@ -54,9 +55,10 @@ def load(
     """Loads an artifact for this machine: a file, an unpacked folder, or hf://org/name@revision, which is pulled first.
 
     target: the kernel to run, for instance "sm_90a" or "x86-64-v3", or "gpu" or "cpu" for the best of its kind; by
-    default a kernel for this machine's GPU (the first that CUDA_VISIBLE_DEVICES leaves), else for its CPU. threads: default one for each core this process may use. context: KV cache positions, at most (and by default) the
-    compiled-in limit. verify: check the digest of the weights, in the background; Model waits for it before its first
-    token. Everything else is always checked. wait_limit: seconds a step may wait before it is given up.
+    default a kernel for this machine's GPU (the first that CUDA_VISIBLE_DEVICES leaves), else for its CPU. threads:
+    default one for each core this process may use. context: KV cache positions, at most (and by default) the compiled-
+    in limit. verify: check the digest of the weights, in the background; Model waits for it before its first token.
+    Everything else is always checked. wait_limit: seconds a step may wait before it is given up.
 
     A kernel that was not built here runs when its artifact is signed by somebody in the trust list, or when its SHA-256
     is `trust_kernel`, which is remembered (trust.py). rebuild_kernel: do not use it, compile it here instead, which
@@ -70,7 +72,12 @@ def load(
     if (text := os.fspath(path)).startswith(SCHEME):
         from mkpack.pull import pull  # a hub's side, which other loads do without
 
-        artifact, verify = pull(text, target=target, verify=verify).open(), False  # every byte is checked by now
+        def ask(found: Pulled) -> None:
+            if found.target and not rebuild_kernel:  # before the weights, which may take hours
+                _require(found.open(), found.target, trust_kernel)
+
+        # Every byte is checked by the pull.
+        artifact, verify = pull(text, target=target, verify=verify, before=ask).open(), False
     else:
         artifact = open_artifact(text, found)
     try:
@@ -112,8 +119,7 @@ def _load(
     _check_description(str(artifact.path), manifest, kernel)
     rebuilt = _rebuild(artifact, target) if rebuild_kernel else None
     if rebuilt is None:
-        signature = sign.find(artifact.path)
-        trust.require(str(artifact.path), manifest, artifact.digest, target, signature=signature, allow=trust_kernel)
+        _require(artifact, target, trust_kernel)
     blobs = manifest.weights_in(kernel.layout)
     weights = [entry.path for entry in blobs]
     # A GPU's kernel reads its weights once, into the GPU: they need not stay in this machine's memory, nor fit there.
@@ -149,6 +155,17 @@ def _load(
     model = Model(artifact, native, target, positions, files, digests)
     model.rebuilt = rebuilt
     return model
+
+
+def _require(artifact: Artifact, target: str, trust_kernel: str | None) -> None:
+    trust.require(
+        str(artifact.path),
+        artifact.manifest,
+        artifact.digest,
+        target,
+        signature=sign.find(artifact.path),
+        allow=trust_kernel,
+    )
 
 
 def _rebuild(artifact: Artifact, target: str) -> Rebuilt:

@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from glob import escape
@@ -81,13 +81,15 @@ def pull(
     ranks: Sequence[int] | None = None,
     verify: bool = True,
     progress: bool | None = None,
+    before: Callable[[Pulled], object] | None = None,
 ) -> Pulled:
     """Downloads what running `org/name@revision` takes: the manifest, one kernel, its weights, the small files.
 
     target: the kernel, as load() takes it; by default the best for this machine. Without `check` it is pulled whether
     it runs here or not, and has to be named in full. ranks: only their weights, for a machine that runs these alone.
     verify: check files that are already in the cache too, not only what is downloaded. progress: bars on standard
-    error; by default when that is a terminal.
+    error; by default when that is a terminal. before: called when only manifest and signature are here; what it raises
+    ends the pull.
 
     HF_HOME, HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE are heeded. When no hub answers, a complete copy in the cache will
     do, and a line on standard error says so. UserError: everything that does not fit, in one message; whatever a hub,
@@ -103,8 +105,11 @@ def pull(
         if problems or chosen is None:
             raise combine(f"cannot run {source.name} here", capped(problems))
         source.fetch_signature()
+        pulled = Pulled(source.repo, source.commit, source.folder, manifest, chosen, tuple(wanted))
+        if before:
+            before(pulled)
         source.fetch(manifest, wanted, verify)
-        return Pulled(source.repo, source.commit, source.folder, manifest, chosen, tuple(wanted))
+        return pulled
 
 
 def pull_manifest(reference: str, *, progress: bool | None = None) -> Pulled:
