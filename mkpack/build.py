@@ -62,8 +62,8 @@ def build(
     """Builds a recipe's artifact and returns its path; an up-to-date one is left as it is unless `force`.
 
     output: file, or folder to hold NAME.mkpack (default: here); text that ends in a slash means a folder. What lies
-    there is replaced only when it is an artifact. like: of an artifact to make again: a hub source at its commit, and its
-    targets whatever this machine is. UserError for everything the user can mend.
+    there is replaced only when it is an artifact. like: of an artifact to make again: a hub source at its commit, and
+    its targets whatever this machine is. UserError for everything the user can mend.
     """
     start = time.monotonic()
 

@@ -43,6 +43,13 @@ def choose_target(manifest: Manifest, wanted: str | None = None) -> tuple[str | 
     return None, [first, *(problem for problems in found.values() for problem in problems)]
 
 
+def gpu_targets() -> list[str]:
+    """The GPU targets of this version that this machine's GPU runs."""
+    from mkpack.layout_cuda import GRID
+
+    return [target for target, sms in GRID.items() if not mismatches(target, {"sms": sms})]
+
+
 def mismatches(target: str, requires: Mapping[str, Any]) -> list[str]:
     """Everything the kernel needs and this machine lacks, a text each; empty when it runs here."""
     if sys.platform != "linux":

@@ -25,6 +25,7 @@ CPU_FLAGS = (
 # GPU architectures, and the first CUDA release that knows each. The "a" is part of the name: without it nvcc leaves out
 # what only this generation has.
 CUDA_TARGETS = {"sm_90a": (12, 0), "sm_100a": (12, 8)}
+UNTRIED = ("sm_100a",)  # compiles, but no GPU of its kind has run it
 # Uncompressed, so that the build can read how much code a kernel is; -v is what ptxas says of registers and spills.
 CUDA_FLAGS = (
     "-std=c++20 -O3 -shared -cudart static --no-compress -Xptxas -v "

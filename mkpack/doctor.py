@@ -89,7 +89,8 @@ def diagnose() -> Diagnosis:
         _hub(),
         _cache_disk(),
     ]
-    bad = [r.name for r in rows if r.state == "missing"]
+    # A GPU that no kernel is for is there, and as good as missing.
+    bad = [r.name for r in rows if r.state == "missing" or (r.name == "GPU" and r.state != "ok")]
 
     def ability(name: str, *needs: str) -> Ability:
         return Ability(name, tuple(n for n in needs if n in bad))
@@ -98,6 +99,8 @@ def diagnose() -> Diagnosis:
     abilities = (
         ability("run CPU artifacts", "system", "CPU features"),
         ability("build CPU artifacts", "system", *build),
+        ability("run GPU artifacts", "system", "GPU"),
+        ability("build GPU artifacts", "system", *build, "nvcc"),
         ability("download from the hub", "hub"),
     )
     return Diagnosis(tuple(rows), abilities)
@@ -183,7 +186,18 @@ def _gpu() -> Row:
     if not gpus:
         return Row("GPU", "missing", "none by nvidia-smi", "an NVIDIA GPU and its driver (CPU targets need none)")
     cards = [f"{g.name} (sm_{g.capability.replace('.', '')}{', ' + _gb(g.memory) if g.memory else ''})" for g in gpus]
-    return Row("GPU", "ok", f"{', '.join(cards)}, driver {gpus[0].driver}")
+    found, driver = f"{', '.join(cards)}, driver {gpus[0].driver}", platform.cuda_driver()
+    if driver is None or not driver.devices:
+        fix = "look at CUDA_VISIBLE_DEVICES, and at the driver's libcuda.so.1 (in a container: is the GPU given to it?)"
+        return Row("GPU", "missing", f"{found}; none that CUDA shows this process", fix)
+    from mkpack.compat import gpu_targets, mismatches
+    from mkpack.layout_cuda import GRID
+
+    runs, first = gpu_targets(), driver.devices[0]
+    what = f"runs {', '.join(runs)}" if runs else "runs no target of this version"
+    problems = "" if runs else "; ".join(p for t, sms in GRID.items() for p in mismatches(t, {"sms": sms}))
+    found += f" for CUDA {driver.cuda}; first: {first.multiprocessors} SMs, {what}"
+    return Row("GPU", "ok" if runs else "warn", found, problems)
 
 
 def _nvcc() -> Row:

@@ -1,5 +1,5 @@
-"""`source: {dummy: config.json}`: random weights of a model's real shape, drawn tensor by tensor in the format that they
-are stored in.
+"""`source: {dummy: config.json}`: random weights of a model's real shape, drawn tensor by tensor in the formats that
+they are stored in.
 
 Nothing is quantised, so neither torch nor modelopt is needed. A tensor's values depend on the seed, on its name and on
 its format, never on other tensors, on their order or on the number of CPUs.

@@ -127,7 +127,8 @@ def _each(
         for group in _progress(chosen, console):
             size = todo.group_bytes(group)
             with changed:
-                changed.wait_for(lambda size=size: failed or not running or (running < at_once and held + size <= most))  # type: ignore[misc]
+                while not failed and running and (running >= at_once or held + size > most):
+                    changed.wait()
                 held, running = held + size, running + 1
             if failed:
                 break

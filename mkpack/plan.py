@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from mkpack import prequantised, quality, schedule
 from mkpack.checkpoint import Checkpoint, is_aux
+from mkpack.compile import UNTRIED
 from mkpack.errors import UserError
 from mkpack.layout import Layout
 from mkpack.layout_cuda import CudaLayout
@@ -135,9 +136,10 @@ class Plan:
         return [self.layout.format_of(role)]
 
     def notes(self) -> list[str]:
-        """What to tell of the source: that it has no tokenizer, what becomes of matrices it holds quantised, and where
-        its metadata and its tensors disagree."""
+        """What to tell of the targets: which have never run; and of the source: that it has no tokenizer, what becomes of
+        matrices it holds quantised, and where its metadata and its tensors disagree."""
         lines = [] if (note := self.tokenizer_note()) is None else [note]
+        lines += [f"{t}: compiles, and has not run on any GPU yet" for t in self.targets if t in UNTRIED]
         if isinstance(self.checkpoint, Checkpoint):
             wanted = ((role, fmt) for role in self.roles for fmt in self.formats(role))
             lines += prequantised.conversions(wanted, self.checkpoint.tensors)

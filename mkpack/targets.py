@@ -69,8 +69,8 @@ def checked_targets(
     elif recipe.quality and targets and not runs_here(targets):
         refuse(
             "quality",
-            f"none of the targets {', '.join(targets)} runs on this machine's CPU, where it is measured; remove quality "
-            "from the recipe or add a target of this machine",
+            f"none of the targets {', '.join(targets)} runs on this machine's CPU, where it is measured; remove "
+            "quality from the recipe or add a target of this machine",
         )
     if problems:
         raise combine("recipe refused", problems)

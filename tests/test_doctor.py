@@ -25,6 +25,8 @@ def good_machine(monkeypatch: pytest.MonkeyPatch, hub: str) -> None:
     monkeypatch.setattr(platform, "compiler", lambda: platform.Compiler(("/bin/g++",), "g++ 12.2.0"))
     monkeypatch.setattr(platform, "supports", lambda found, level: True)
     monkeypatch.setattr(platform, "gpus", lambda: [platform.Gpu("NVIDIA H200", "9.0", 143 << 30, "580.65")])
+    h200 = platform.CudaDevice("NVIDIA H200", "9.0", 132)
+    monkeypatch.setattr(platform, "cuda_driver", lambda: platform.CudaDriver("13.0", (h200,)))
     monkeypatch.setattr(platform, "nvcc", lambda: platform.Compiler(("/bin/nvcc",), "13.0"))
     monkeypatch.setattr(platform, "total_memory", lambda: 24 << 30)
     monkeypatch.setattr(platform, "free_disk", lambda path: 100 << 30)
@@ -65,7 +67,7 @@ def test_a_good_machine(hub: str) -> None:
     assert all(ability.works for ability in diagnosis.abilities)
     assert diagnosis.exit_code == 0
     text = diagnosis.render()
-    assert "NVIDIA H200 (sm_90, 153.5 GB), driver 580.65" in text
+    assert "NVIDIA H200 (sm_90, 153.5 GB), driver 580.65 for CUDA 13.0; first: 132 SMs, runs sm_90a" in text
     assert f"{hub} answers, with a token" in text and "hf_secret" not in text
     assert "build CPU artifacts: works here" in text
 
