@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mkpack import prequantised, schedule
+from mkpack import payload, prequantised, schedule
 from mkpack.checkpoint import INDEX, Checkpoint
 from mkpack.errors import UserError
 from mkpack.layout import Layout
@@ -184,10 +184,10 @@ def _scales(
         refused, factor = scales.add(stored, checkpoint.read_bytes, block, role.part)
         found.refused += refused
         base = role.source.removesuffix(".weight")
-        for suffix in (".input_scale", ".input_global_scale"):
+        for suffix in prequantised.INPUT_SCALES:
             info = checkpoint.tensors.get(base + suffix)
             if info is not None and info.dtype in prequantised.PLAIN:
-                scales.activations.add(prequantised.to_floats(checkpoint.read_bytes(info), info.dtype))
+                scales.activations.add(payload.to_floats(checkpoint.read_bytes(info), info.dtype))
         if role.group and factor:
             factors.setdefault(role.group, []).append(factor)
     for name, scales in found.scales.items():

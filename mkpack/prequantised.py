@@ -7,6 +7,7 @@ The format follows from dtypes, shapes and the presence of scales alone; what co
 |--------------------------------|------------------------------|--------------------------------------------|---------------------------------|
 | modelopt NVFP4                 | x.weight U8 [N, K/2]         | x.weight_scale F8_E4M3 [N, K/16]           | x.weight_scale_2, a factor      |
 | compressed-tensors NVFP4       | x.weight_packed U8 [N, K/2]  | x.weight_scale F8_E4M3 [N, K/16]           | x.weight_global_scale, a divisor |
+| modelopt NVFP4 of gpt-oss "x"  | x U8 [.., K/2, N]            | x_weight_scale F8_E4M3 [.., K/16, N]       | x_weight_scale_2, a factor, or one an expert |
 | gpt-oss MXFP4 "x"              | x_blocks U8 [.., N, K/32, 16]| x_scales U8 [.., N, K/32], powers of two   |                                 |
 | modelopt, compressed-tensors MXFP4 | as their NVFP4           | x.weight_scale U8 or F8_E8M0 [N, K/32]     |                                 |
 | fp8                            | x.weight F8_E4M3 [N, K]      | x.weight_scale or x.weight_scale_inv, of the tensor, its rows, or blocks [N/128, K/128] | |
@@ -20,7 +21,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from mkpack.errors import UserError
 from mkpack.shard import TensorInfo
 from mkpack.spec import Format, SourcePart, TensorRole
 
@@ -36,7 +36,8 @@ PLAIN = ("F32", "F16", "BF16")
 NV_BLOCK, MX_BLOCK = 16, 32
 FP8_BLOCK = (128, 128)
 # Scales of activations and of the KV cache: mkpack quantises neither, so they have no part in a build.
-ACTIVATION_SCALES = (".input_scale", ".input_global_scale", ".output_scale", ".k_scale", ".v_scale")
+INPUT_SCALES = (".input_scale", ".input_global_scale", "_input_scale")
+ACTIVATION_SCALES = (*INPUT_SCALES, ".output_scale", ".k_scale", ".v_scale")
 # Tensors beside a weight that change what it computes, with what they are.
 _REFUSED = {
     ".pre_quant_scale": "activations are scaled before this matrix (AWQ)",
@@ -47,25 +48,40 @@ _REFUSED = {
 }
 _NEVER = ("weight_packed", "qweight")  # names that integer formats give their values
 
-# No factor of a whole tensor is smaller, so that products of small codes are no subnormal float32 (see quantize.py).
-_MIN_EXPONENT = -116
-# 6 * 2^125 is the largest value that a float32 holds.
-_MAX_EXPONENT = 125
-
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a checkpoint keeps one matrix (or vector), and how. `divides`: scale2 is a divisor."""
+    """Where a checkpoint keeps one matrix (or vector), and how. divides: scale2 is a divisor. turned: values and scales
+    of fused experts are [in, out]."""
 
     scheme: Scheme
     weight: TensorInfo
     scale: TensorInfo | None = None
     scale2: TensorInfo | None = None
     divides: bool = False
+    turned: bool = False
 
     def label(self, part: SourcePart | None) -> str:
         """Name of the values for messages, with the expert where the tensor holds several."""
         return f"{self.weight.name}[{part.index}]" if part else self.weight.name
+
+    def rows(self, info: TensorInfo, read: Callable[[TensorInfo], np.ndarray], part: SourcePart | None) -> np.ndarray:
+        """uint8 [N, bytes a row] of the values or the scales of a matrix, or of a part of fused experts."""
+        import numpy as np
+
+        if part is None:
+            return read(info).reshape(info.shape[0], -1)
+        # Quantised experts may be [out, in] where unquantised ones are [in, out]; MXFP4's have a dimension of blocks.
+        one = info.entry(part.index)
+        whole = read(one).reshape(one.shape[0], -1)
+        whole = whole.T if self.turned else whole
+        return np.ascontiguousarray(whole[part.rows.start : part.rows.stop : part.rows.step])
+
+    def factor(self, read: Callable[[TensorInfo], np.ndarray], part: SourcePart | None) -> np.float32:
+        """scale2 of a matrix, or of an expert."""
+        assert self.scale2 is not None
+        found = read(self.scale2).view("<f4").reshape(-1)
+        return found[part.index if part and len(found) > 1 else 0]
 
     def parts(self) -> Iterator[TensorInfo]:
         yield from (part for part in (self.weight, self.scale, self.scale2) if part is not None)
@@ -83,6 +99,9 @@ def find(name: str, tensors: Mapping[str, TensorInfo]) -> Stored | None:
     weight = tensors.get(name)
     if weight is None:
         return None
+    if weight.dtype == "U8" and base == name:
+        scales, factors = tensors.get(f"{name}_weight_scale"), tensors.get(f"{name}_weight_scale_2")
+        return Stored("nvfp4", weight, scales, factors, turned=True)
     if weight.dtype == "U8":
         return Stored(mx, weight, scale, tensors.get(f"{base}.weight_scale_2"))
     return Stored("fp8" if weight.dtype == "F8_E4M3" else "plain", weight, scale)
@@ -116,10 +135,18 @@ def faults(
             )
         return
     *lead, n, k = shape
-    if lead and stored.scheme != "mxfp4":
-        yield f"{where}: fused experts are read unquantised or in MXFP4 (x_blocks, x_scales), found {weight.dtype}"
+    if lead and not (stored.scheme == "mxfp4" or stored.turned):
+        yield f"{where}: fused experts are read unquantised, in MXFP4 or in NVFP4, found {weight.dtype}"
     elif scale is None:
-        yield f'{where} is {weight.dtype} without a scale: expected "{base}.weight_scale"'
+        yield f'{where} is {weight.dtype} without a scale: expected "{base}{"_" if lead else "."}weight_scale"'
+    elif stored.turned:
+        yield from _columns(where, "NVFP4", k, NV_BLOCK)
+        yield from _is(weight, ("U8",), (*lead, k // 2, n))
+        yield from _is(scale, ("F8_E4M3",), (*lead, k // NV_BLOCK, n))
+        if stored.scale2 is None:
+            yield f'"{name}_weight_scale_2" is missing beside {where}'
+        else:
+            yield from _is(stored.scale2, ("F32",), (), (1,), tuple(lead))
     elif stored.scheme == "nvfp4":
         yield from _columns(where, "NVFP4", k, NV_BLOCK)
         yield from _is(weight, ("U8",), (n, k // 2))
@@ -209,181 +236,16 @@ def load(
     naming the tensor, for values that are no weights: scales that are NaN, Inf or negative, codes that are NaN, and
     scales of zero whose codes are not.
     """
-    import numpy as np
+    from mkpack import payload
 
     weight, scale = stored.weight, stored.scale
     name = stored.label(part)
     assert scale is not None
-    if part is not None:
-        weight, scale = weight.entry(part.index), scale.entry(part.index)
     if stored.scheme == "fp8":
-        floats = to_floats(read(scale), scale.dtype).reshape(scale.shape)
-        check_factors(floats, name)
-        return _fp8(read(weight).reshape(weight.shape), floats, block, name)
-    # The blocks of MXFP4 may have a dimension of their own.
-    codes, scales = (read(t).reshape(t.shape[0], -1) for t in (weight, scale))
-    if part is not None:
-        # Quantised experts are [out, in] even where unquantised ones are [in, out].
-        rows = slice(part.rows.start, part.rows.stop, part.rows.step)
-        codes, scales = np.ascontiguousarray(codes[rows]), np.ascontiguousarray(scales[rows])
+        floats = payload.to_floats(read(scale), scale.dtype).reshape(scale.shape)
+        size = block if scale.shape == _grid(weight.shape, block) else FP8_BLOCK
+        return payload.fp8(read(weight).reshape(weight.shape), floats, size, name)
+    codes, scales = (stored.rows(t, read, part) for t in (weight, scale))
     if stored.scheme == "mxfp4":
-        return mxfp4(codes, scales, name=name)
-    assert stored.scale2 is not None
-    factor = read(stored.scale2).view("<f4").reshape(-1)[0]
-    return nvfp4(codes, scales, factor, divides=stored.divides, name=name)
-
-
-_AGAIN = "these are no weights: check the file against its source, or export it again"
-
-
-def nvfp4(
-    codes: np.ndarray, scale: np.ndarray, factor: np.floating, *, divides: bool = False, name: str = "tensor"
-) -> Prequantised:
-    """codes uint8 [N, K/2], scale uint8 e4m3 [N, K/16]; factor: of the whole matrix, or its divisor."""
-    import numpy as np
-
-    from mkpack.formats import Prequantised, QTensor, e4m3_to_f32
-
-    factor = np.float32(factor)
-    check_factor(factor, name)
-    check_scales(codes, scale, name)
-    values = e4m3_to_f32(scale)
-    # compressed-tensors divides. The artifact multiplies, by a reciprocal that float32 may have to round.
-    factors, scale2 = (values / factor, np.float32(1) / factor) if divides else (values * factor, factor)
-    shape = (len(codes), 2 * codes.shape[1])
-    return Prequantised(QTensor("nvfp4", shape, codes, scale, scale2.reshape(1)), codes, factors)
-
-
-def check_factor(factor: np.float32, name: str) -> None:
-    """UserError for a scale of a whole NVFP4 matrix (or its divisor) that is NaN, Inf, negative or as good as zero."""
-    if not (0 < factor < math.inf and float(factor) >= 2.0**-126):
-        raise UserError(f"{name}: its scale for the whole matrix is {factor:g}, expected a number above 0; {_AGAIN}")
-
-
-def check_factors(factors: np.ndarray, name: str) -> None:
-    """UserError for fp8 scales (float32) that are NaN, Inf or negative."""
-    import numpy as np
-
-    bad = ~np.isfinite(factors) | (factors < 0)
-    if bad.any():
-        raise UserError(f"{name}: {int(bad.sum())} of {bad.size} scales are NaN, Inf or negative; {_AGAIN}")
-
-
-def check_scales(codes: np.ndarray | None, scale: np.ndarray, name: str) -> None:
-    """UserError for NVFP4 block scales that are NaN or negative, and for those that lost their block's weights (which
-    only matters where a scale is zero; codes may be None elsewhere)."""
-    bad = {"NaN": (scale & 0x7F) == 0x7F, "negative": (scale >= 0x80) & (scale != 0xFF)}
-    if codes is not None:
-        bad["zero although the codes of the block are not, so that its weights are lost"] = lost_blocks(codes, scale)
-    found = [
-        f"{int(where.sum())} of {scale.size} block scales are {what}" for what, where in bad.items() if where.any()
-    ]
-    if found:
-        raise UserError(f"{name}: {' and '.join(found)}; {_AGAIN}")
-
-
-def lost_blocks(codes: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """bool [N, K/16]: blocks whose scale is zero while a code (uint8 [N, K/2], signs aside) is not."""
-    zero = scale == 0
-    if zero.any():
-        rows, blocks = zero.nonzero()
-        zero[rows, blocks] = (codes.reshape(*scale.shape, 8)[rows, blocks] & 0x77).any(axis=-1)
-    return zero
-
-
-def mxfp4(codes: np.ndarray, exponents: np.ndarray, *, name: str = "tensor") -> Prequantised:
-    """MXFP4 as NVFP4: the same codes, each power of two twice as a block scale. codes uint8 [N, K/2], exponents uint8
-    [N, K/32], biased by 127.
-
-    Exact while the exponents of blocks that are not all zero are at most 17 apart. Blocks further below the largest
-    are rounded to the smallest block scale; `codes` of the result are the source's, so that the loss can be measured.
-    """
-    import numpy as np
-
-    from mkpack.formats import BLOCK, Prequantised, QTensor
-
-    k = exponents.astype(np.int32) - 127
-    used = (codes.reshape(*exponents.shape, MX_BLOCK // 2) & 0x77).any(axis=-1)
-    if (exponents == 255).any():
-        raise UserError(f"{name}: {int((exponents == 255).sum())} of {k.size} block scales are NaN; {_AGAIN}")
-    top = int(k[used].max()) if used.any() else 0
-    if top > _MAX_EXPONENT:
-        raise UserError(f"{name}: a block scale is 2^{top}, which float32 cannot hold; {_AGAIN}")
-    # The largest power of two in e4m3 is 2^8, the smallest 2^-9.
-    whole = max(top - 8, _MIN_EXPONENT)
-    above = k - whole
-    data = codes
-    if (low := used & (above < -9)).any():
-        data = codes.copy()
-        blocks = data.reshape(*exponents.shape, MX_BLOCK // 2)
-        shift = np.minimum(-9 - above[low], len(_shifted()) - 1)
-        blocks[low] = _shifted()[shift[:, None], blocks[low]]
-    above = np.clip(above, -9, 8)
-    scale = np.where(above >= -6, (above + 7) << 3, 1 << np.clip(above + 9, 0, 3)).astype(np.uint8)
-    factors = np.ldexp(np.float32(1), k)
-    repeat = MX_BLOCK // BLOCK
-    shape = (len(codes), 2 * codes.shape[1])
-    scale2 = np.ldexp(np.float32(1), [whole]).astype(np.float32)
-    q = QTensor("nvfp4", shape, data, np.repeat(scale, repeat, axis=1), scale2)
-    return Prequantised(q, codes, np.repeat(factors, repeat, axis=1))
-
-
-def _shifted() -> np.ndarray:
-    """uint8 [7, 256]: for a byte of two e2m1 codes, the codes nearest to their values divided by 2^shift (ties to
-    even); from the last on everything is zero."""
-    import numpy as np
-
-    magnitude = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-    bounds = (magnitude[1:] + magnitude[:-1]) / 2
-    table = np.empty((7, 256), np.uint8)
-    byte = np.arange(256)
-    for shift in range(len(table)):
-        value = magnitude / 2**shift
-        low = np.searchsorted(bounds, value, side="left")  # a tie goes down,
-        code = np.where(low & 1, np.searchsorted(bounds, value, side="right"), low)  # unless that code is odd
-        signed = np.concatenate([code, code | 8])
-        table[shift] = signed[byte & 15] | signed[byte >> 4] << 4
-    return table
-
-
-def _fp8(codes: np.ndarray, scale: np.ndarray, block: tuple[int, int], name: str) -> Prequantised | torch.Tensor:
-    import numpy as np
-
-    from mkpack.formats import Prequantised, QTensor
-
-    nan = (codes & 0x7F) == 0x7F
-    if nan.any():
-        raise UserError(f"{name}: {int(nan.sum())} of {codes.size} codes are NaN; {_AGAIN}")
-    n, k = codes.shape
-    rows = (
-        np.broadcast_to(scale.reshape(1), (n,)) if scale.size == 1 else scale.reshape(-1) if scale.size == n else None
-    )
-    if rows is not None and scale.shape in ((), (1,), (1, 1), (n,), (n, 1)):
-        _check_lost(codes, np.asarray(rows)[:, None], name)
-        rows = np.array(rows, np.float32)  # of its own: a broadcast is read-only
-        return Prequantised(QTensor("fp8", (n, k), codes, None, rows), codes, rows[:, None])
-
-    import torch
-
-    height, width = block if scale.shape == _grid(codes.shape, block) else FP8_BLOCK
-    values = torch.from_numpy(codes).view(torch.float8_e4m3fn).float()
-    columns = torch.from_numpy(scale).repeat_interleave(width, dim=1)[:, :k]
-    for i, factors in enumerate(columns):
-        _check_lost(codes[i * height : (i + 1) * height], factors.numpy(), name)
-        values[i * height : (i + 1) * height] *= factors
-    return values
-
-
-def _check_lost(codes: np.ndarray, factors: np.ndarray, name: str) -> None:
-    """UserError for fp8 codes that are not zero, with a factor that is."""
-    if (factors == 0).any() and ((factors == 0) & ((codes & 0x7F) != 0)).any():
-        raise UserError(f"{name}: a scale is zero although codes are not, so that weights are lost; {_AGAIN}")
-
-
-def to_floats(raw: np.ndarray, dtype: str) -> np.ndarray:
-    """The bytes of an F32, F16 or BF16 tensor as float32 [n]."""
-    import numpy as np
-
-    if dtype == "BF16":
-        return (raw.view("<u2").astype(np.uint32) << 16).view(np.float32)
-    return raw.view({"F32": "<f4", "F16": "<f2"}[dtype]).astype(np.float32)
+        return payload.mxfp4(codes, scales, name=name)
+    return payload.nvfp4(codes, scales, stored.factor(read, part), divides=stored.divides, name=name)

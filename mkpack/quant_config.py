@@ -91,6 +91,7 @@ def _claim(where: str, section: Mapping[str, Any]) -> Claim:
                     layers[target] = scheme
     elif isinstance(method := section.get("quant_method"), str):
         default = _algorithm(method)
+        excluded.append("lm_head")  # as transformers does, said or not
     return Claim(where, default, layers, tuple(excluded))
 
 

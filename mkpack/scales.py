@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from mkpack import prequantised
+from mkpack import payload, prequantised
 from mkpack.errors import UserError
 from mkpack.formats import e4m3_to_f32
-from mkpack.prequantised import Scheme, Stored, to_floats
+from mkpack.payload import to_floats
+from mkpack.prequantised import Scheme, Stored
 from mkpack.shard import TensorInfo
 from mkpack.spec import SourcePart
 
@@ -83,51 +84,39 @@ class Scales:
             except UserError as e:
                 refused.append(str(e))
 
-        scale = stored.scale.entry(part.index) if part else stored.scale
-        raw = read(scale)
         if stored.scheme == "fp8":
-            floats = to_floats(raw, scale.dtype)
+            floats = to_floats(read(stored.scale), stored.scale.dtype)
             self.blocks.add(floats)
             # A scale of zero is a fault only where codes are not.
             whole_too = (floats == 0).any()
-            check(
-                lambda: (
-                    prequantised.load(stored, read, block) if whole_too else prequantised.check_factors(floats, name)
-                )
-            )
+            check(lambda: prequantised.load(stored, read, block) if whole_too else payload.check_factors(floats, name))
             return refused, None
 
         def codes() -> np.ndarray:
-            weight = stored.weight.entry(part.index) if part else stored.weight
-            return _rows(read(weight).reshape(weight.shape[0], -1), part)
+            return stored.rows(stored.weight, read, part)
 
-        codes_of = _rows(raw.reshape(scale.shape[0], -1), part)
-        histogram = np.bincount(codes_of.reshape(-1), minlength=256)
+        scales = stored.rows(stored.scale, read, part)
+        histogram = np.bincount(scales.reshape(-1), minlength=256)
         if stored.scheme == "mxfp4":
             values = np.ldexp(1.0, np.arange(256) - 127)
             values[255] = math.nan
             self.blocks.add(values, histogram)
             used = np.flatnonzero(histogram)
             if histogram[255] or used[-1] - used[0] > 17 or used[-1] > 252:
-                check(lambda: self._inexact(codes(), codes_of, name))
+                check(lambda: self._inexact(codes(), scales, name))
             return refused, None
         self.blocks.add(e4m3_to_f32(np.arange(256)), histogram, smallest_normal=2.0**-6)
         weight_codes = codes() if histogram[0] else None
         if weight_codes is not None:
-            self.lost += int(prequantised.lost_blocks(weight_codes, codes_of).sum())
-        check(lambda: prequantised.check_scales(weight_codes, codes_of, name))
-        assert stored.scale2 is not None
-        factor = read(stored.scale2).view("<f4").reshape(-1)[0]
-        check(lambda: prequantised.check_factor(factor, name))
+            self.lost += int(payload.lost_blocks(weight_codes, scales).sum())
+        check(lambda: payload.check_scales(weight_codes, scales, name))
+        factor = stored.factor(read, part)
+        check(lambda: payload.check_factor(factor, name))
         with np.errstate(divide="ignore"):
             whole = np.float32(1) / factor if stored.divides else factor
         self.whole.add(np.array([whole]))
         return refused, float(whole)
 
     def _inexact(self, codes: np.ndarray, exponents: np.ndarray, name: str) -> None:
-        found = prequantised.mxfp4(codes, exponents, name=name)
+        found = payload.mxfp4(codes, exponents, name=name)
         self.inexact += found.codes is not found.q.data
-
-
-def _rows(whole: np.ndarray, part: SourcePart | None) -> np.ndarray:
-    return whole if part is None else whole[part.rows.start : part.rows.stop : part.rows.step]

@@ -21,8 +21,8 @@ def experts_of(state: dict[str, Any]) -> list[str]:
     return [name for name in state if ".experts." in name and name.endswith(EXPERTS)]
 
 
-def modelopt(source: Path, folder: Path) -> Path:
-    """The experts of a checkpoint in NVFP4, calibrated, quantised and exported by modelopt."""
+def modelopt(source: Path, folder: Path, config: str = "NVFP4_EXPERTS_ONLY_CFG") -> Path:
+    """A checkpoint calibrated, quantised (its experts in NVFP4) and exported by modelopt."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import modelopt.torch.quantization as mtq
@@ -30,19 +30,24 @@ def modelopt(source: Path, folder: Path) -> Path:
 
         model = transformers.AutoModelForCausalLM.from_pretrained(source)
         tokens = torch.arange(4, 260).reshape(4, 64)
-        mtq.quantize(model, mtq.NVFP4_EXPERTS_ONLY_CFG, lambda m: m(tokens))
+        mtq.quantize(model, getattr(mtq, config), lambda m: m(tokens))
         export_hf_checkpoint(model, export_dir=folder)
     return _text_files(source, folder)
 
 
 def modelopt_values(state: dict[str, torch.Tensor], name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """What modelopt reads out of an exported NVFP4 matrix."""
-    from modelopt.torch.quantization.qtensor import NVFP4QTensor
+    """What modelopt reads out of an exported matrix."""
+    from modelopt.torch.quantization.qtensor import FP8QTensor, MXFP4QTensor, NVFP4QTensor
 
-    codes = state[name]
-    packed = NVFP4QTensor((codes.shape[0], 2 * codes.shape[1]), dtype, codes)
-    scale, scale2 = state[f"{name}_scale"], state[f"{name}_scale_2"]
-    return packed.dequantize(dtype, scale=scale, double_scale=scale2, block_sizes={-1: 16})
+    codes, scale = state[name], state[f"{name}_scale"]
+    if codes.dtype == torch.float8_e4m3fn:
+        blocks = {-1: 128, -2: 128} if scale.dim() > 1 else None
+        return FP8QTensor(codes.shape, dtype, codes).dequantize(dtype, scale=scale, block_sizes=blocks)
+    shape = (codes.shape[0], 2 * codes.shape[1])
+    if scale.dtype == torch.uint8:
+        return MXFP4QTensor(shape, dtype, codes).dequantize(dtype, scale=scale, block_sizes={-1: 32})
+    scale2 = state[f"{name}_scale_2"]
+    return NVFP4QTensor(shape, dtype, codes).dequantize(dtype, scale=scale, double_scale=scale2, block_sizes={-1: 16})
 
 
 def compressed_tensors(

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from mkpack import formats, prequantised
+from mkpack import formats, payload, prequantised
 from mkpack.artifact import open_artifact
 from mkpack.build import build
 from mkpack.checkpoint import Checkpoint
@@ -102,6 +102,49 @@ def test_modelopt_nvfp4_is_what_modelopt_says(exported):
         "model.layers.0.mlp.experts.0.up_proj.input_scale and 21 more"
     ]
     assert checkpoint.unused(roles_of(exported)) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "scheme"), [("FP8_DEFAULT_CFG", "fp8"), ("MXFP4_DEFAULT_CFG", "mxfp4"), ("NVFP4_DEFAULT_CFG", "nvfp4")]
+)
+def test_other_exports_of_modelopt(plain, tmp_path, config, scheme):
+    """Attention too; what is quantised, and that metadata and tensors agree, is seen by the notes."""
+    folder = quantised.modelopt(plain, tmp_path / "q", config)
+    state, checkpoint, roles = load_file(folder / "model.safetensors"), checked(folder), roles_of(folder)
+    names = [r.source for r in roles if r.precision in ("experts", "attention")]
+    assert len(names) == 2 * (4 * 3 + 4) and notes(folder) == "" and checkpoint.unused(roles) == []
+    for name in names:
+        stored = prequantised.find(name, checkpoint.tensors)
+        assert stored is not None and stored.scheme == scheme
+        assert torch.equal(values(checkpoint.read(name)), quantised.modelopt_values(state, name))
+
+
+def test_fused_experts_of_modelopt(tmp_path):
+    """gpt-oss: [experts, in, out], and names with underscores."""
+    source = families.make_checkpoint(tmp_path / "plain", "gpt_oss", dtype="bfloat16", intermediate_size=64)
+    folder = quantised.modelopt(source, tmp_path / "q")
+    state, checkpoint, roles = load_file(folder / "model.safetensors"), checked(folder), roles_of(folder)
+    experts = [role for role in roles if role.precision == "experts"]
+    assert len(experts) == 2 * 4 * 3 and notes(folder) == "" and checkpoint.unused(roles) == []
+    for role in experts:
+        found, part = checkpoint.read(role.source, role.part), role.part
+        assert isinstance(found, Prequantised) and part is not None
+        one = {
+            "w": state[role.source][part.index].T.contiguous(),
+            "w_scale": state[f"{role.source}_weight_scale"][part.index].T.contiguous(),
+            "w_scale_2": state[f"{role.source}_weight_scale_2"],
+        }
+        assert torch.equal(values(found), quantised.modelopt_values(one, "w")[part.rows])
+    name = experts[0].source
+    quantised.change(folder, **{f"{name}_weight_scale_2": torch.arange(1.0, 5.0)})  # of each expert
+    again = [checked(folder).read(r.source, r.part) for r in experts if r.source == name]
+    assert [float(p.q.scale2[0]) for p in again] == [1, 1, 2, 2, 3, 3, 4, 4]
+    quantised.change(folder, **{f"{name}_weight_scale_2": None})
+    assert f'"{name}_weight_scale_2" is missing beside' in refusal(folder)
+    quantised.change(folder, **{f"{name}_weight_scale": None})
+    assert f'without a scale: expected "{name}_weight_scale"' in refusal(folder)
+    quantised.change(folder, **{name: torch.zeros(4, 64, 128).to(torch.float8_e4m3fn)})
+    assert "fused experts are read unquantised, in MXFP4 or in NVFP4, found F8_E4M3" in refusal(folder)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -303,7 +346,7 @@ def test_mxfp4_is_exact_where_the_exponents_allow_and_nearest_below(exponents, z
     codes = codes.reshape(4, 16)
     codes[list(zeros)] &= 0x88
     scales = np.array(exponents, np.uint8).reshape(2, 2)
-    found = prequantised.mxfp4(codes.reshape(2, 32), scales)
+    found = payload.mxfp4(codes.reshape(2, 32), scales)
     exact = e2m1_values()[np.stack([codes & 15, codes >> 4], -1).reshape(4, 32)].astype(np.float64)
     exact = exact * 2.0 ** (scales.reshape(4, 1).astype(float) - 127)
     stored = dequantise(found.q).reshape(4, 32).astype(np.float64)
@@ -320,11 +363,11 @@ def test_mxfp4_is_exact_where_the_exponents_allow_and_nearest_below(exponents, z
 
 def test_what_mxfp4_lost_is_measured():
     codes = np.full((1, 32), 0x77, np.uint8)  # 6 everywhere
-    far = prequantised.mxfp4(codes, np.array([[127, 109]], np.uint8))  # 18 apart: 6/2 = 3 is a code
+    far = payload.mxfp4(codes, np.array([[127, 109]], np.uint8))  # 18 apart: 6/2 = 3 is a code
     assert tensor_error(far.q, far).error == 0 and far.q.data[0, 16] == 0x55
-    far = prequantised.mxfp4(codes, np.array([[127, 107]], np.uint8))  # 20 apart: 6/8 is none
+    far = payload.mxfp4(codes, np.array([[127, 107]], np.uint8))  # 20 apart: 6/8 is none
     assert 0 < tensor_error(far.q, far).relative < 1e-6
-    near = prequantised.mxfp4(codes, np.array([[127, 110]], np.uint8))
+    near = payload.mxfp4(codes, np.array([[127, 110]], np.uint8))
     assert tensor_error(near.q, near).error == 0 and near.codes is near.q.data
     assert source_values(far).max() == 6 and source_values(far)[0, -1] == 6 * 2.0**-20
 
@@ -505,11 +548,22 @@ def test_fp8_that_cannot_be_built_is_refused(plain, tmp_path, codes, scale, said
     assert f"{NAME}.weight" in text and said.rstrip(", ") in text
 
 
+def test_a_block_of_fp8_whose_weights_are_lost_is_refused(tmp_path):
+    plain = families.make_checkpoint(tmp_path / "plain", "mixtral", dtype="bfloat16", intermediate_size=160)
+    quantised.compressed_tensors(plain, tmp_path / "q", "FP8_BLOCK")
+    name = "model.layers.1.block_sparse_moe.experts.2.w3"
+    scale = load_file(tmp_path / "q" / "model.safetensors")[f"{name}.weight_scale"]
+    assert scale.shape == (2, 1)
+    scale[1] = 0
+    quantised.change(tmp_path / "q", **{f"{name}.weight_scale": scale})
+    assert f"{name}.weight: a scale is zero although codes are not" in refusal(tmp_path / "q")
+
+
 def test_mxfp4_that_cannot_be_built_is_refused():
     codes = np.full((1, 16), 0x11, np.uint8)
     for exponent, said in ((255, "1 of 1 block scales are NaN"), (253, "a block scale is 2^126")):
         with pytest.raises(UserError, match=f"w: {said.replace('^', '.')}"):
-            prequantised.mxfp4(codes, np.array([[exponent]], np.uint8), name="w")
+            payload.mxfp4(codes, np.array([[exponent]], np.uint8), name="w")
 
 
 def test_all_faults_of_a_checkpoint_are_in_one_message(compressed):
@@ -525,7 +579,7 @@ def test_decoders_agree(compressed):
     codes = np.arange(256, dtype=np.uint8).reshape(16, 16)
     scale = np.arange(1, 33, dtype=np.uint8).reshape(16, 2) * 3
     for divides in (False, True):
-        found = prequantised.nvfp4(codes, scale, np.float32(1.7), divides=divides)
+        found = payload.nvfp4(codes, scale, np.float32(1.7), divides=divides)
         np.testing.assert_array_equal(values(found).numpy(), source_values(found))
         expected = (
             formats.e4m3_to_f32(scale) / np.float32(1.7) if divides else formats.e4m3_to_f32(scale) * np.float32(1.7)
