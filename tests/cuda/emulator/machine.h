@@ -1,5 +1,5 @@
-// The emulated machine as machine.cpp runs it and report.cpp shows it: lanes on fibers, warps, blocks, and what is under
-// way between them. Everything happens in one thread of the process.
+// The emulated machine as machine.cpp runs it and report.cpp shows it: lanes on fibers, warps, blocks, and what is
+// under way between them. Everything happens in one thread of the process.
 #pragma once
 #include <cstdint>
 #include <map>
@@ -98,18 +98,27 @@ static_assert(sizeof(Mbarrier) == 8);
 constexpr uint64_t kMagic = 0xB4B;
 constexpr uint32_t kSharedBase = 1024;  // address of the first byte of dynamic shared memory
 
+// ---- between the files of the machine ------------------------------------------------------------------------------
+#pragma GCC visibility push(hidden)
+uint64_t draw();
+uint64_t some_turns();  // log-uniform, so that some things happen at once and some much later
+void make_ready(Warp& w, uint32_t lanes);
+void leave(State state);  // the running lane lets others run; it goes on when it is ready again
+void lane_left(Warp& w);
+void run_events();  // that are due in this turn
 // "function at file:line <- caller at file:line ...", through the functions that were inlined there.
-__attribute__((visibility("hidden"))) std::string source(const void* site);
-__attribute__((visibility("hidden"))) bool is_device_memory(const uint8_t* p);
+std::string source(const void* site);
+bool is_device_memory(const uint8_t* p);
 // Of a device address that was accessed in vain: where it is beside the nearest allocation.
-__attribute__((visibility("hidden"))) std::string nearest_allocation(const uint8_t* p);
+std::string nearest_allocation(const uint8_t* p);
 
 // Writes `text`, the state of all blocks and ends the process.
-[[noreturn]] __attribute__((visibility("hidden"), format(printf, 1, 2))) void fail(const char* format, ...);
+[[noreturn]] __attribute__((format(printf, 1, 2))) void fail(const char* format, ...);
 // Turns crashes and lanes that never give way into such reports.
-struct __attribute__((visibility("hidden"))) Guard {
+struct Guard {
   Guard();
   ~Guard();
 };
+#pragma GCC visibility pop
 
 }  // namespace emulator
