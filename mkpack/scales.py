@@ -14,7 +14,7 @@ import numpy as np
 
 from mkpack import payload, prequantised
 from mkpack.errors import UserError
-from mkpack.formats import e4m3_to_f32
+from mkpack.formats import dequantise, e4m3_to_f32, source_values
 from mkpack.payload import to_floats
 from mkpack.prequantised import Scheme, Stored
 from mkpack.shard import TensorInfo
@@ -102,7 +102,7 @@ class Scales:
             values[255] = math.nan
             self.blocks.add(values, histogram)
             used = np.flatnonzero(histogram)
-            if histogram[255] or used[-1] - used[0] > 17 or used[-1] > 252:
+            if used[-1] - used[0] > 17 or not 19 <= used[-1] <= 252:  # else any codes are held (payload.mxfp4)
                 check(lambda: self._inexact(codes(), scales, name))
             return refused, None
         self.blocks.add(e4m3_to_f32(np.arange(256)), histogram, smallest_normal=2.0**-6)
@@ -119,4 +119,4 @@ class Scales:
 
     def _inexact(self, codes: np.ndarray, exponents: np.ndarray, name: str) -> None:
         found = payload.mxfp4(codes, exponents, name=name)
-        self.inexact += found.codes is not found.q.data
+        self.inexact += bool((dequantise(found.q) != source_values(found)).any())
