@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import json
 import operator
 import os
 import weakref
@@ -18,14 +17,14 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Unpack
 
-from mkpack import platform, sign, trust
+from mkpack import gate, platform
 from mkpack.artifact import Artifact, open_artifact
 from mkpack.compat import choose_target
-from mkpack.digest import Verification, digest_of
+from mkpack.digest import Verification
 from mkpack.errors import UserError, combine
 from mkpack.generation import STOP_REASONS, GenerateOptions, Generation, Job, Result, make_request
-from mkpack.manifest import KernelEntry, Manifest
-from mkpack.native import Library, NativeModel, Run
+from mkpack.manifest import Manifest
+from mkpack.native import NativeModel, Run
 from mkpack.repo import SCHEME
 from mkpack.spec import ModelSpec
 from mkpack.text import FILES, Decoder, Sampling, Text
@@ -74,7 +73,7 @@ def load(
 
         def ask(found: Pulled) -> None:
             if found.target and not rebuild_kernel:  # before the weights, which may take hours
-                _require(found.open(), found.target, trust_kernel)
+                gate.require(found.open(), found.target, trust_kernel)
 
         # Every byte is checked by the pull.
         artifact, verify = pull(text, target=target, verify=verify, before=ask).open(), False
@@ -115,24 +114,15 @@ def _load(
     if found or target is None:
         raise combine(f"cannot load {artifact.path}", found)
 
+    rebuilt = gate.admit(artifact, target, trust_kernel, rebuild_kernel)
     kernel = manifest.kernels[target]
-    _check_description(str(artifact.path), manifest, kernel)
-    rebuilt = _rebuild(artifact, target) if rebuild_kernel else None
-    if rebuilt is None:
-        _require(artifact, target, trust_kernel)
     blobs = manifest.weights_in(kernel.layout)
     weights = [entry.path for entry in blobs]
     # A GPU's kernel reads its weights once, into the GPU: they need not stay in this machine's memory, nor fit there.
     on_gpu = kernel.layout == "cuda"
     addresses = [artifact.address(name, "pass" if on_gpu else "stay") for name in weights]
     digests = _Digests(artifact, weights, drop=on_gpu) if verify else None
-    library = Library(rebuilt.data if rebuilt else content[kernel.path], f"{artifact.path}: {kernel.path}")
-    if library.describe() != kernel.description:
-        difference = _difference(kernel.description, library.describe())
-        library.close()
-        raise UserError(
-            f"{artifact.path}: the kernel {kernel.path} is not the one of the manifest: {difference}; build it again"
-        )
+    library = gate.open_library(artifact, target, rebuilt.data if rebuilt else content[kernel.path])
     positions = context or limit
     try:
         native = NativeModel(
@@ -157,59 +147,12 @@ def _load(
     return model
 
 
-def _require(artifact: Artifact, target: str, trust_kernel: str | None) -> None:
-    trust.require(
-        str(artifact.path),
-        artifact.manifest,
-        artifact.digest,
-        target,
-        signature=sign.find(artifact.path),
-        allow=trust_kernel,
-    )
-
-
-def _rebuild(artifact: Artifact, target: str) -> Rebuilt:
-    from mkpack import rebuild  # a compiler's side, which other loads do without
-
-    (made,) = rebuild.rebuild(str(artifact.path), artifact.manifest, [target], cached=True)
-    if made.same:
-        with contextlib.suppress(UserError):  # a list that cannot be written only means compiling again
-            trust.remember([made.sha256], "rebuilt", artifact.manifest.name)
-    return made
-
-
-def _check_description(where: str, manifest: Manifest, kernel: KernelEntry) -> None:
-    """UserError when the manifest gives sizes that are not those its kernel was compiled for: memory is reserved by the
-    manifest's, and a kernel that deserves trust may come with a manifest that does not."""
-    facts, limits = json.loads(kernel.description), manifest.limits
-    spec = manifest.spec.model_dump(mode="json", exclude_unset=True)  # what its builder wrote, no later field
-    known: dict[str, Any] = {"tp": manifest.tp, "context": limits.context, "tokens_per_step": limits.tokens_per_step}
-    if isinstance(facts, dict) and "spec" in facts:
-        known["spec"] = digest_of(spec)
-        if wrong := [key for key, value in known.items() if facts.get(key) != value]:
-            raise UserError(
-                f"{where}: manifest.json contradicts the description of its kernel {kernel.path}: "
-                f"{', '.join(wrong)}; build it again"
-            )
-
-
 def _read(artifact: Artifact, name: str, found: list[str]) -> bytes:
     data = artifact.read(name, verify=False)
     digest, expected = hashlib.sha256(data).hexdigest(), artifact.manifest.entries[name].sha256
     if digest != expected:
         found.append(f"{name}: sha256 expected {expected}, found {digest}; copy or download it again, or rebuild it")
     return data
-
-
-def _difference(expected: str, found: str) -> str:
-    """The keys in which two JSON descriptions differ, else that the texts do."""
-    with contextlib.suppress(ValueError):
-        a, b = json.loads(expected), json.loads(found)
-        if isinstance(a, dict) and isinstance(b, dict):
-            keys = [k for k in sorted({*a, *b}) if a.get(k) != b.get(k)][:5]
-            if keys:
-                return ", ".join(f"{k} expected {str(a.get(k))[:80]}, found {str(b.get(k))[:80]}" for k in keys)
-    return f"expected the description {expected[:80]!r}, found {found[:80]!r}"
 
 
 class _Digests:
