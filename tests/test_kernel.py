@@ -17,11 +17,14 @@ from kernels import Kernels, Weights, precision, running, tiny_spec
 from mkpack import abi, models
 from mkpack.layout import Layout
 from mkpack.manifest import Limits
-from mkpack.spec import LayerSpec
+from mkpack.spec import LayerSpec, RopeSpec, SandwichSpec, SwigluSpec
 
 LIMITS = Limits(context=640, tokens_per_step=16)
 TOLERANCE = 2e-3  # the promise; what is seen is below 1e-5
 SEEN = 1e-5
+# Muse Spark multiplies normed queries by 5.5, so its softmax is sharp: moving every weight of these models by half a
+# float32 step moves their logits by 2e-5.
+SEEN_SHARP = 1e-4
 if not kernels.TARGETS:
     pytest.skip("this machine runs no CPU target", allow_module_level=True)
 
@@ -85,7 +88,7 @@ def test_logits_are_those_of_the_slow_twin(case, case_kernels, tmp_path):
     truth = plain_model.logits(layout.spec, weights.plain(), tokens)
     with running(kernel, layout, LIMITS, weights.blobs(tmp_path)) as model:
         found = error(model.run(tokens), truth)
-    assert found < SEEN < TOLERANCE
+    assert found < (SEEN_SHARP if layout.spec.family == "muse_spark" else SEEN) < TOLERANCE
 
 
 # -- the same bits, however the work is cut ----------------------------------------------------------------------------
@@ -116,6 +119,49 @@ def rich(compiled, tmp_path_factory):
         weights = Weights.random(layout, seed=3)
         found[tp] = layout, path, weights.blobs(tmp_path_factory.mktemp(f"tp{tp}"))
     return found
+
+
+# What the newer families bring, as far as one model can have it all. Its 6 heads on 3 KV heads run on 1, 3 or 6 ranks;
+# of 6, two hold each KV head.
+NEWER = tiny_spec(
+    **{"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 20, "hidden_size": 72, "vocab_size": 83},
+    rope=RopeSpec(inv_freq=(1.0, 0.25, 0.1)),
+    **{"qk_norm": True, "qk_norm_over": "projection", "qk_scale": 1.5, "qkv_bias": True, "o_bias": True},
+    **{"attention_sinks": True, "attention_out_norm": True, "attention_gate": True, "embed_norm": True},
+    **{"centered_norms": True, "logit_scale": 0.5, "logit_softcap": 4.0, "dense_intermediate_size": 56},
+    sandwich=SandwichSpec(eps=1e-8, gate_temperature=0.3, gate_floor=1e-3),
+    moe={
+        **{"num_experts": 19, "top_k": 3, "intermediate_size": 40, "scoring": "sigmoid", "router_bias": True},
+        **{"choice_bias": True, "router_scale": 0.7, "norm_topk_eps": 1e-15, "routed_scaling_factor": 2.5},
+        **{"expert_bias": True, "hidden_size": 88, "expert_norm_eps": 1e-8},
+        "swiglu": SwigluSpec(alpha=1.702, limit=1.5, up_offset=1.0),
+    },
+    layers=[
+        LayerSpec(moe=True, rope=False),
+        LayerSpec(moe=False, sliding_window=300),
+        LayerSpec(moe=True, sliding_window=9),
+    ],
+)
+
+
+def test_newer_features_keep_their_bits_however_the_work_is_cut(compiled, tmp_path):
+    """Ranks, threads, chunks, steps of another size and instruction sets; and the twin agrees."""
+    layouts = {tp: Layout(NEWER, RICH_MIX, tp) for tp in (1, 3, 6)}
+    wanted = [(layout, LIMITS, kernels.TARGETS[0]) for layout in layouts.values()]
+    other = (layouts[1], Limits(context=600, tokens_per_step=3), kernels.TARGETS[-1])
+    *paths, last = compiled.paths([*wanted, other], fast=True)
+    tokens, runs = prompt(layouts[1], 530), []
+    for (tp, layout), path in zip(layouts.items(), paths, strict=True):
+        (folder := tmp_path / str(tp)).mkdir()
+        blobs = Weights.random(layout, seed=3).blobs(folder)
+        with running(path, layout, LIMITS, blobs, threads=2 * tp - 1) as model:
+            runs.append(model.run(tokens, [1, 5, 2, 16, 3] if tp > 1 else []))
+        if tp == 1:
+            with running(last, layout, other[1], blobs, threads=3) as model:
+                runs.append(model.run(tokens[:290]))
+    assert all(same_bits(run, runs[0][: len(run)]) for run in runs)
+    truth = plain_model.logits(NEWER, Weights.random(layouts[1], seed=3).plain(), tokens)
+    assert error(runs[0], truth) < SEEN_SHARP
 
 
 @pytest.fixture(scope="module")

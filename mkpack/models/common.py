@@ -129,11 +129,12 @@ class Config:
 
 
 def text_config(config: dict[str, Any]) -> Config:
-    """The text model of a multimodal config.json: text_config, with what stands beside it for all parts of the model."""
+    """The text model of a multimodal config.json: text_config, and what is said beside it for all parts."""
     text = config.get("text_config")
     if not isinstance(text, dict):
         raise combine("config.json: this model cannot be built", [f"text_config: expected a section, found {text!r}"])
-    return Config({k: config[k] for k in ("architectures", "auto_map", "dtype", "torch_dtype") if k in config} | text)
+    shared = ("architectures", "auto_map", "dtype", "torch_dtype")
+    return Config({k: v for k, v in config.items() if k in shared} | text)
 
 
 def _json(value: Any) -> str:
