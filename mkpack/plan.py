@@ -136,8 +136,8 @@ class Plan:
         return [self.layout.format_of(role)]
 
     def notes(self) -> list[str]:
-        """What to tell of the targets: which have never run; and of the source: that it has no tokenizer, what becomes of
-        matrices it holds quantised, and where its metadata and its tensors disagree."""
+        """What to tell of the targets: which have never run; and of the source: that it has no tokenizer, what becomes
+        of matrices it holds quantised, and where its metadata and its tensors disagree."""
         lines = [] if (note := self.tokenizer_note()) is None else [note]
         lines += [f"{t}: compiles, and has not run on any GPU yet" for t in self.targets if t in UNTRIED]
         if isinstance(self.checkpoint, Checkpoint):

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import builds
-import families
 import fake
+import families
 import numpy as np
 import pytest
 
