@@ -72,10 +72,18 @@ def manifest(entries: dict[str, Entry], **changes: Any) -> Manifest:
         "limits": {"context": 128, "tokens_per_step": 16},
         "tp": max(1, len(weights)),
         "kernels": {
-            Path(name).stem: {"path": name, "layout": "cpu", "description": '{"abi": 1}', "compiler": "g++ 12.2.0", "requires": {}}
+            Path(name).stem: {
+                "path": name,
+                "layout": "cpu",
+                "description": '{"abi": 1}',
+                "compiler": "g++ 12.2.0",
+                "requires": {},
+            }
             for name in kernels
         },
-        "weights": [{"layout": "cpu", "rank": i, "path": name, "nbytes": entries[name].size} for i, name in enumerate(weights)],
+        "weights": [
+            {"layout": "cpu", "rank": i, "path": name, "nbytes": entries[name].size} for i, name in enumerate(weights)
+        ],
         "sections": {"cpu": SECTIONS},
         "tokenizer_files": [name for name in entries if name.startswith("tokenizer/")],
         "quality": {"kl": 0.01},
