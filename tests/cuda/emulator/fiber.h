@@ -67,6 +67,7 @@ emulator_switch:
 extern "C" __attribute__((visibility("hidden"))) void emulator_switch(void** from, void* to);
 
 #ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/asan_interface.h>
 #include <sanitizer/common_interface_defs.h>
 #endif
 
@@ -85,6 +86,9 @@ struct Fiber {
 // The fiber will start in `entry`, which must not return.
 inline void prepare(Fiber& f, void (*entry)()) {
   uint64_t* top = (uint64_t*)(f.stack + f.bytes);
+#ifdef __SANITIZE_ADDRESS__
+  __asan_unpoison_memory_region(f.stack, f.bytes);  // frames of a lane that left
+#endif
 #if defined(__x86_64__)
   top -= 8;  // six registers, the address to return to, and what would be the caller's
   memset(top, 0, 64);
