@@ -2,7 +2,7 @@
 
 Sums differ in their last bits, so a draw may fall on the other side of a boundary between two tokens, and top_p's goal
 on the other side of a token. Which choices are right is therefore computed with the draw and the goal moved by 2^-20 of
-the sum (the float32 exp of a weight is good to 2^-23) either way: nearly always that is one token, which both must give.
+the sum (the float32 exp of a weight is good to 2^-23) either way: nearly always that is one token, and both give it.
 """
 
 from __future__ import annotations
