@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -252,10 +253,13 @@ def _digest(data: bytes | memoryview) -> str:
 
 
 class Reader(io.BufferedIOBase):
-    """A file to read from over memory, which is not copied: the client reads it in blocks, some of them again."""
+    """A file to read from over memory, which is not copied: the client reads it in blocks, some of them again.
+
+    Every thread has a place of its own: of two files with the same content the client takes one for both uploads.
+    """
 
     def __init__(self, data: memoryview) -> None:
-        self._data, self._at = data, 0
+        self._data, self._place = data, threading.local()
 
     def readable(self) -> bool:
         return True
@@ -264,15 +268,15 @@ class Reader(io.BufferedIOBase):
         return True
 
     def tell(self) -> int:
-        return self._at
+        return getattr(self._place, "at", 0)
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: len(self._data)}[whence]
-        self._at = max(0, start + offset)
-        return self._at
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self.tell(), os.SEEK_END: len(self._data)}[whence]
+        self._place.at = max(0, start + offset)
+        return self.tell()
 
     def read(self, size: int | None = -1, /) -> bytes:
-        end = len(self._data) if size is None or size < 0 else self._at + size
-        piece = bytes(self._data[self._at : end])
-        self._at += len(piece)
+        at = self.tell()
+        piece = bytes(self._data[at:] if size is None or size < 0 else self._data[at : at + size])
+        self._place.at = at + len(piece)
         return piece

@@ -24,8 +24,11 @@ from pathlib import Path
 pause = time.sleep
 time.sleep = lambda seconds: pause(min(seconds, 0.001))
 import mkpack
+from huggingface_hub import constants
 from mkpack import pull, push, repo
 from mkpack.errors import UserError
+
+offline = constants.HF_HUB_OFFLINE
 
 def do_push(path, name, **options):
     done = push.push(path, name, progress=False, **options)
@@ -37,7 +40,7 @@ def do_plan(path, name, **options):
 def do_pull(reference, **options):
     found = pull.pull(reference, progress=False, **options)
     with found.open() as artifact:
-        held = {name: len(artifact.read(name)) for name in artifact.held}
+        held = {name: len(artifact.read(name, verify=False)) for name in artifact.held}
         damaged = artifact.verify(artifact.held)
     return {"commit": found.commit, "target": found.target, "folder": str(found.folder), "held": held,
             "damaged": damaged, "files": [f.path for f in found.files]}
@@ -49,7 +52,9 @@ def do_run(reference, **options):
 calls = {"push": do_push, "plan": do_plan, "pull": do_pull, "run": do_run}
 for line in sys.stdin:
     asked = json.loads(line)
-    repo.PART = asked.pop("part", repo.PART)
+    repo.PART = asked.get("part") or repo.PART
+    constants.HF_HUB_CACHE = asked.get("cache") or constants.HF_HUB_CACHE
+    constants.HF_HUB_OFFLINE = asked["offline"] or offline
     if asked["call"] in ("push", "plan"):
         asked["args"][0] = Path(asked["args"][0])
     if "bench" in asked["options"]:
@@ -64,12 +69,15 @@ for line in sys.stdin:
 
 class Client:
     """client.push(path, repo, ...) and so on: what the call returned, or {"error": text}. Every call of one Client
-    runs with the same cache; `env` changes the environment of the process that is started next."""
+    runs with the same cache; `env` changes the environment of the process that is started next. cache, offline: as if
+    HF_HUB_CACHE and HF_HUB_OFFLINE had been set, without a new process."""
 
     def __init__(self, hub: FakeHub, home: Path) -> None:
         self._hub, self.home = hub, home
         self.env: dict[str, str] = {"HF_TOKEN": TOKEN}
         self.part: int | None = None
+        self.cache: Path | None = None
+        self.offline = False
         self._process: subprocess.Popen[str] | None = None
         hub.tokens.add(TOKEN)
 
@@ -91,8 +99,7 @@ class Client:
                 stderr=open(self.home / "stderr", "a"), text=True, env=self.environment(),
             )  # fmt: skip
         asked: dict[str, Any] = {"call": call, "args": [str(a) for a in args], "options": options}
-        if self.part:
-            asked["part"] = self.part
+        asked |= {"part": self.part, "cache": self.cache and str(self.cache), "offline": self.offline}
         assert self._process.stdin
         self._process.stdin.write(json.dumps(asked) + "\n")
         self._process.stdin.flush()

@@ -234,7 +234,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command == "HEAD":
             return
-        self.wfile.write(response.body if fault is None else response.body[: fault.cut])
+        try:
+            self.wfile.write(response.body if fault is None else response.body[: fault.cut])
+        except ConnectionError:  # the client went away, as a killed one does
+            self.close_connection = True
+            return
         if fault is not None:
             self._hang_up(fault)
 

@@ -38,13 +38,14 @@ class Uploads:
 
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
-        self.parts: dict[str, dict[int, bytes]] = {}
+        self.parts: list[dict[int, bytes]] = []
         self.part = 1 << 40
         self.read_only: set[str] = set()
 
     def uploads(self) -> list[str]:
         """Digests of the large files whose content came in whole, in order, one entry an upload."""
-        return [line.split("/")[-1] for line in self.log if re.match(r"PUT /upload/[0-9a-f]+$|POST /complete/", line)]
+        whole = (re.match(r"PUT /upload/([0-9a-f]+)$|POST /complete/([0-9a-f]+)", line) for line in self.log)
+        return [found[1] or found[2] for found in whole if found]
 
     def _writer(self, request: Any) -> Response | None:
         """The refusal of a request that may not write, or None."""
@@ -110,23 +111,26 @@ class Uploads:
             if oid not in self.objects:
                 upload: dict[str, Any] = {"href": f"{self.url}/upload/{oid}"}
                 if size > self.part:
-                    upload["href"] = f"{self.url}/complete/{oid}"
-                    count = -(-size // self.part)
-                    upload["header"] = {str(i + 1): f"{self.url}/upload/{oid}?part={i + 1}" for i in range(count)}
+                    # As in S3, every upload in parts is one of its own, also of equal content.
+                    number, count = len(self.parts), -(-size // self.part)
+                    self.parts.append({})
+                    upload["href"] = f"{self.url}/complete/{oid}?upload={number}"
+                    url = f"{self.url}/upload/{oid}?upload={number}&part="
+                    upload["header"] = {str(i + 1): f"{url}{i + 1}" for i in range(count)}
                     upload["header"]["chunk_size"] = str(self.part)
                 answer["actions"] = {"upload": upload, "verify": {"href": f"{self.url}/verify"}}
             objects.append(answer)
         return json_response({"transfer": "basic", "objects": objects})
 
     def put(self, request: Any, oid: str) -> Response:
-        part = parse_qs(urlsplit(request.path).query).get("part")
-        if part:
-            self.parts.setdefault(oid, {})[int(part[0])] = request.body
+        query = parse_qs(urlsplit(request.path).query)
+        if "part" in query:
+            self.parts[int(query["upload"][0])][int(query["part"][0])] = request.body
             return Response(200, b"", {"ETag": f'"{sha1(request.body).hexdigest()}"'})
         return self._store(oid, request.body)
 
     def complete(self, request: Any, oid: str) -> Response:
-        parts = self.parts.pop(oid, {})
+        parts = self.parts[int(parse_qs(urlsplit(request.path).query)["upload"][0])]
         named = [part["partNumber"] for part in json.loads(request.body)["parts"]]
         return self._store(oid, b"".join(parts.get(number, b"") for number in named))
 
