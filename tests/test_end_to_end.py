@@ -30,6 +30,13 @@ CASES = [
     ("qwen3-top-1-not-renormalised", {"dtype": "bfloat16"}, {"quantise": {"embeddings": "fp8"}}),
     ("qwen3-tied-vocab-275", {}, {"quantise": {"embeddings": "fp8", "lm_head": "nvfp4"}}),
     ("qwen3-dense-layers", {}, {"quantise": {"dense": "nvfp4", "experts": "bf16"}, "parallel": {"tp": 2}}),
+    ("minimax-plain", {}, {"quantise": NVFP4}),
+    ("minimax-3-kv-heads-of-20", {"dtype": "bfloat16"}, {"quantise": {"attention": "fp8"}, "parallel": {"tp": 3}}),
+    ("gpt-oss-plain", {"dtype": "bfloat16"}, {"targets": ["x86-64-v3"]}),
+    ("gpt-oss-odd-shapes", {}, {"quantise": {**NVFP4, "experts": "fp8"}, "parallel": {"tp": 6}}),
+    ("muse-spark-plain", {"dtype": "bfloat16"}, {"quantise": {"dense": "nvfp4"}}),
+    ("muse-spark-odd-shapes", {}, {"quantise": BF16, "parallel": {"tp": 3}}),
+    ("muse-spark-dense-layers-biases", {"max_shard_size": "90KB"}, {"quantise": FP8, "targets": ["x86-64-v3"]}),
     ("qwen3-yarn", {"max_shard_size": "50KB"}, {"quantise": {**NVFP4, "attention": "fp8"}}),
 ]
 
@@ -39,7 +46,7 @@ def test_tokens_of_an_artifact_are_those_of_transformers(tmp_path, case, options
     checkpoint = families.make_case(tmp_path / "checkpoint", case, **options)
     path = build(builds.write_recipe(tmp_path / "recipe.yaml", checkpoint, **keys), output=tmp_path)
     reference = builds.oracle(path, checkpoint, tmp_path)
-    prompt = np.random.default_rng(1).integers(0, reference.config.vocab_size, 21).tolist()
+    prompt = np.random.default_rng(1).integers(0, reference.config.get_text_config().vocab_size, 21).tolist()
     with load(path, threads=2) as model:
         tokens = builds.generated(model, prompt, 64)
         model.reset()
