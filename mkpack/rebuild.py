@@ -7,15 +7,18 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from mkpack import __version__, codegen, platform, provenance, schedule
-from mkpack.compile import Unit, compile_kernels
+from mkpack.codegen_cuda import cuda_header
+from mkpack.compile import CUDA_TARGETS, Unit, compile_kernels, compiler_of
 from mkpack.errors import InternalError, UserError, os_errors
 from mkpack.layout import Layout, layout_of
+from mkpack.layout_cuda import CudaLayout
 from mkpack.manifest import Manifest, Producer, shown
+from mkpack.spec import Format
 from mkpack.trust import only_mine
 
 MAX_INT = 2**31 - 1  # sizes are `int` in csrc/
@@ -67,59 +70,79 @@ def rebuild(where: str, manifest: Manifest, targets: Sequence[str], *, cached: b
 
 
 def _rebuilt(manifest: Manifest, target: str, data: bytes) -> Rebuilt:
-    kernel, compiler = manifest.kernels[target], platform.compiler()
+    kernel = manifest.kernels[target]
+    here = f"{compiler_of(target).version}, {_producer(None)}"
     published_by = f"{shown(kernel.compiler)}, {_producer(manifest.producer)}"
-    here = f"{compiler.version if compiler else 'no compiler'}, {_producer(None)}"
     published = manifest.entries[kernel.path].sha256
     return Rebuilt(target, data, hashlib.sha256(data).hexdigest(), published, here, published_by)
 
 
 def _producer(producer: Producer | None) -> str:
-    version, sources = (producer.mkpack, producer.sources) if producer else (__version__, provenance.sources_digest())
-    return f"mkpack {shown(version)}" + (f" (sources {sources[:12]})" if sources else "")
+    version = shown(producer.mkpack) if producer else __version__
+    sources = producer.sources if producer else provenance.sources_digest()
+    return f"mkpack {version}" + (f" (sources {sources[:12]})" if sources else "")
 
 
 def _unit(where: str, manifest: Manifest, target: str) -> Unit:
     """What to compile; the manifest is data of somebody else until it has passed this."""
-    if target not in platform.CPU_TARGETS:
-        raise UserError(f"{where}: kernels of {shown(target)} cannot be rebuilt by this version, only those of CPUs")
-    limits, spec = manifest.limits, manifest.spec
-    sizes = {"limits.context": limits.context, "tp": manifest.tp, "layers": len(spec.layers)}
-    sizes |= {f"spec.{k}": v for k, v in spec.model_dump().items() if type(v) is int}
-    sizes |= {f"spec.moe.{k}": v for k, v in (spec.moe.model_dump() if spec.moe else {}).items() if type(v) is int}
-    wrong = [f"{k} {shown(v)}" for k, v in sizes.items() if not 0 < v <= MAX_INT]
-    rotary = 2 * len(spec.rope.inv_freq)
-    if rotary > spec.head_dim:
-        wrong.append(f"{rotary} rotary dimensions of spec.head_dim {spec.head_dim}")
-    if spec.moe and spec.moe.top_k > spec.moe.num_experts:
-        wrong.append(f"spec.moe.top_k {spec.moe.top_k} of {spec.moe.num_experts} experts")
-    if wrong:
-        raise UserError(f"{where}: the kernel cannot be rebuilt: sizes no model has: {', '.join(wrong)}")
-    layout = layout_of(manifest)
-    other = f"{where}: the kernel cannot be rebuilt: mkpack {__version__} would lay this model out otherwise"
-    if layout is None or not _same(layout, manifest):
-        raise UserError(f"{other}; install the version that built it ({_producer(manifest.producer)})")
-    text = codegen.description(spec, layout.sections, layout.nbytes, layout.tp, limits, target)
-    if json.loads(text) != json.loads(manifest.kernels[target].description):
-        raise UserError(f"{other}; install the version that built it ({_producer(manifest.producer)})")
-    try:
-        schedule.check(
-            schedule.cpu_schedule(spec, layout.sections, layout.tp, limits.context, limits.tokens_per_step, target)
+    if target not in platform.CPU_TARGETS and target not in CUDA_TARGETS:
+        raise UserError(
+            f"{where}: this version of mkpack has no target {shown(target)}, so it cannot rebuild its kernel"
         )
+    refused = f"{where}: the kernel {target} cannot be rebuilt: "
+    if wrong := list(_impossible(manifest)):
+        raise UserError(f"{refused}sizes no model has: {', '.join(wrong)}")
+    try:
+        layout = _cuda_layout(manifest) if target in CUDA_TARGETS else layout_of(manifest)
+        if layout is None or not _is_the_manifests(layout, manifest, target):
+            raise UserError(
+                f"{refused}mkpack {__version__} lays this model out otherwise; install the version that built it "
+                f"({_producer(manifest.producer)})"
+            )
+        if isinstance(layout, CudaLayout):
+            return Unit(target, target, cuda_header(layout, manifest.limits, target))
+        limits = manifest.limits
+        found = schedule.cpu_schedule(
+            manifest.spec, layout.sections, layout.tp, limits.context, limits.tokens_per_step, target
+        )
+        schedule.check(found)
         return Unit(target, target, codegen.model_header(layout, limits, target))
     except (InternalError, AssertionError, ArithmeticError, LookupError, ValueError) as e:
-        raise UserError(f"{where}: the kernel cannot be rebuilt: {shown(str(e))}") from e
+        raise UserError(f"{refused}{shown(str(e))}") from e
 
 
-def _same(layout: Layout, manifest: Manifest) -> bool:
-    sizes = {w.nbytes for w in manifest.weights_in("cpu")}
-    return layout.sections == manifest.sections.get("cpu") and {layout.nbytes} == sizes
+def _impossible(manifest: Manifest) -> Iterator[str]:
+    spec = manifest.spec
+    sizes = {"limits.context": manifest.limits.context, "tp": manifest.tp, "layers": len(spec.layers)}
+    sizes |= {f"spec.{k}": v for k, v in spec.model_dump().items() if type(v) is int}
+    sizes |= {f"spec.moe.{k}": v for k, v in (spec.moe.model_dump() if spec.moe else {}).items() if type(v) is int}
+    yield from (f"{k} {shown(v)}" for k, v in sizes.items() if not 0 < v <= MAX_INT)
+    if (rotary := 2 * len(spec.rope.inv_freq)) > spec.head_dim:
+        yield f"{rotary} rotary dimensions of spec.head_dim {spec.head_dim}"
+    if spec.moe and spec.moe.top_k > spec.moe.num_experts:
+        yield f"spec.moe.top_k {spec.moe.top_k} of {spec.moe.num_experts} experts"
+
+
+def _cuda_layout(manifest: Manifest) -> CudaLayout:
+    routers: list[Format] = [s.format for s in manifest.sections.get("cuda", []) if s.name == "routers"]
+    return CudaLayout(manifest.spec, manifest.precision, *routers[:1])
+
+
+def _is_the_manifests(layout: Layout | CudaLayout, manifest: Manifest, target: str) -> bool:
+    """Whether sections, sizes and description of the manifest are those that this version makes of its spec."""
+    name = manifest.kernels[target].layout
+    text = codegen.description(manifest.spec, layout.sections, layout.nbytes, layout.tp, manifest.limits, target)
+    return (
+        name == ("cuda" if isinstance(layout, CudaLayout) else "cpu")
+        and layout.tp == manifest.tp
+        and layout.sections == manifest.sections.get(name)
+        and {w.nbytes for w in manifest.weights_in(name)} == {layout.nbytes}
+        and json.loads(text) == json.loads(manifest.kernels[target].description)
+    )
 
 
 def _key(unit: Unit) -> str:
-    compiler = platform.compiler()
-    if compiler is None:
-        raise UserError(platform.no_compiler())
+    compiler = compiler_of(unit.target)
     facts = [unit.header, unit.target, provenance.sources_digest(), compiler.version, list(compiler.command)]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_trust import CANARY
 
+from mkpack import build as builder
 from mkpack import cli, hub, platform, rebuild, reproduce, trust
 from mkpack.artifact import open_artifact, write_artifact
 from mkpack.build import build
-from mkpack.compile import Kernel
+from mkpack.compile import Kernel, Unit
 from mkpack.errors import UserError
 from mkpack.hub import SourceSnapshot
 from mkpack.loader import load
@@ -154,11 +156,11 @@ HOSTILE = {
     "negative": (spec_with(hidden_size=-64), "spec.hidden_size -64"),
     "no heads": (spec_with(num_attention_heads=0), "spec.num_attention_heads 0"),
     "huge": (spec_with(vocab_size=2**40), f"spec.vocab_size {2**40}"),
-    "another size": (spec_with(hidden_size=4096), "would lay this model out otherwise"),
-    "another context": (lambda f: {"limits": {**f["limits"], "context": 10**6}}, "would lay this model out otherwise"),
+    "another size": (spec_with(hidden_size=4096), "lays this model out otherwise"),
+    "another context": (lambda f: {"limits": {**f["limits"], "context": 10**6}}, "lays this model out otherwise"),
     "huge context": (lambda f: {"limits": {**f["limits"], "context": 2**31}}, f"limits.context {2**31}"),
-    "format": (lambda f: {"precision": {**f["precision"], "experts": "fp8"}}, "would lay this model out otherwise"),
-    "epsilon": (spec_with(rms_norm_eps=0.5), "would lay this model out otherwise"),
+    "format": (lambda f: {"precision": {**f["precision"], "experts": "fp8"}}, "lays this model out otherwise"),
+    "epsilon": (spec_with(rms_norm_eps=0.5), "lays this model out otherwise"),
 }
 
 
@@ -171,13 +173,42 @@ def test_a_manifest_that_does_not_add_up_is_not_compiled(built, monkeypatch, cas
     monkeypatch.setattr(rebuild, "compile_kernels", None)
     with pytest.raises(UserError) as e:
         rebuild.rebuild("x.mkpack", manifest, list(manifest.kernels))
-    assert "x.mkpack: the kernel cannot be rebuilt" in str(e.value) and text in str(e.value)
+    assert "x.mkpack: the kernel x86-64-v" in str(e.value) and text in str(e.value)
+
+
+def test_kernels_of_every_target_are_rebuilt_from_their_sources(tmp_path, monkeypatch):
+    """What is compiled again is the text that was compiled, for CPUs and GPUs; here that text stands for the kernel."""
+    asked = []
+
+    def compile_kernels(units: Sequence[Unit], folder: Path) -> dict[str, Kernel]:
+        asked.extend(unit.target for unit in units)
+        for unit in units:
+            (folder / unit.target).write_text(unit.header)
+        return {unit.name: Kernel(folder / unit.target, "stub 1.0", {"system": "linux"}) for unit in units}
+
+    shape = {"hidden_size": 64, "head_dim": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    source = families.make_checkpoint(tmp_path / "checkpoint", "mixtral", intermediate_size=64, **shape)
+    monkeypatch.setattr(platform, "nvcc", lambda: platform.Compiler(("/bin/nvcc",), "13.0"))
+    targets = ["x86-64-v3", "x86-64-v4", "sm_90a", "sm_100a"]
+    for module in (builder, rebuild):
+        monkeypatch.setattr(module, "compile_kernels", compile_kernels)
+    path = build(builds.write_recipe(tmp_path / "recipe.yaml", source, targets=targets), output=tmp_path)
+    with open_artifact(path) as artifact:
+        manifest = artifact.manifest
+    made = rebuild.rebuild(str(path), manifest, targets)
+    assert asked == targets * 2 and [m.target for m in made if m.same] == targets
+    moved = Manifest.model_validate_json(
+        json.dumps(json.loads(manifest.to_bytes()) | {"precision": {**manifest.precision, "attention": "fp8"}})
+    )
+    for target in targets:
+        with pytest.raises(UserError, match=f"the kernel {target} cannot be rebuilt"):
+            rebuild.rebuild(str(path), moved, [target])
 
 
 def test_kernels_of_unknown_targets_are_not_compiled(built):
     with open_artifact(built) as artifact:
         manifest = artifact.manifest
-    with pytest.raises(UserError, match="kernels of x; rm -rf / cannot be rebuilt"):
+    with pytest.raises(UserError, match="no target x; rm -rf /"):
         rebuild.rebuild("x.mkpack", manifest, ["x; rm -rf /"])
 
 
