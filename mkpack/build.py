@@ -13,7 +13,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -193,12 +193,29 @@ def _check_libraries(recipe_path: Path) -> None:
 def _notes(todo: Plan, checkpoint: Checkpoint | Dummy) -> Iterator[str]:
     yield from todo.notes()
     if unused := checkpoint.unused(todo.roles):
-        few = ", ".join(unused[:3]) + (", ..." if len(unused) > 3 else "")
-        yield f"{len(unused)} tensors of the checkpoint are not part of the model and left out: {few}"
+        yield (
+            f"{len(unused)} tensors of the checkpoint are not part of the model and left out: "
+            + _left_out(unused, {role.source for role in todo.roles})
+        )
     if checkpoint.stray:
         yield f"files the index does not name are ignored: {', '.join(checkpoint.stray)}"
     if todo.spec.tie_word_embeddings and not todo.layout.tied:
         yield "the head is tied to the embedding but has another precision, so the matrix is stored twice"
+
+
+def _left_out(unused: Iterable[str], used: Iterable[str]) -> str:
+    """Names up to where no tensor of the model shares them, with how many begin so: a whole tower has one name."""
+
+    def prefixes(name: str) -> Iterator[str]:
+        return itertools.accumulate(name.split("."), "{}.{}".format)
+
+    known = {prefix for name in used for prefix in prefixes(name)}
+    parts: dict[str, list[str]] = {}
+    for name in unused:
+        part = next(prefix for prefix in prefixes(name) if prefix not in known or prefix == name)
+        parts.setdefault(part, []).append(name)
+    shown = [f"{part} ({len(names)})" if len(names) > 1 else names[0] for part, names in parts.items()]
+    return ", ".join(shown[:8]) + (", ..." if len(shown) > 8 else "")
 
 
 def _build_key(todo: Plan, digests: dict[str, str], producer: Producer) -> str:

@@ -378,6 +378,22 @@ def test_what_is_left_out_is_said(stub, recipe, checkpoint, out, capsys):
         assert "stray.safetensors" not in artifact.manifest.source.files
 
 
+def test_towers_of_a_multimodal_checkpoint_are_left_out_by_name(out, tmp_path, stub, capsys):
+    checkpoint = families.make_case(tmp_path / "muse", "muse-spark-plain")
+    from rich.console import Console
+
+    console = Console(stderr=True, width=300)
+    build(builds.write_recipe(tmp_path / "muse.yaml", checkpoint, quantise=BF16), output=out, console=console)
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "left out" in line]
+    parts = [part.split(" (")[0] for part in line.split("left out: ")[1].split(", ")]
+    assert parts == [
+        "model.audio_tower",
+        "model.vision_adapter",
+        "model.vision_projection.weight",
+        "model.vision_tower",
+    ]
+
+
 # -- content ------------------------------------------------------------------------------------------------------
 
 
