@@ -317,6 +317,8 @@ def test_no_races(tmp_path):
         Case(short, top_k=20, top_p=0.9, penalty=1.3, history=(1, 2, 3, 2), steps=2),
         Case(short, temperature=0.0),
         Case(FLAT, top_k=30000, top_p=0.7),
+        Case(FLAT, top_p=0.9, steps=2),
+        Case(FLAT, top_k=40, min_p=0.1, steps=2),
         Case(FLAT, min_p=0.1),
     ):
         assert min(gpu.tokens(case)) >= 0

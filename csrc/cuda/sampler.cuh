@@ -209,9 +209,8 @@ template <int kVocab>
 MK_CALLED int collect(Logits<kVocab> logits, Distances distances, uint64_t from, uint64_t to, SamplerScratch& s) {
   const int lane = logits.tid & 31;
   const float low = distances.logit_at((uint32_t)(to >> 32));
-  team_sync<kTeam>();  // what was on the list was read
   if (logits.tid == 0) s.listed = 0;
-  team_sync<kTeam>();
+  team_sync<kTeam>();  // what was on the list was read
   logits.template each<4>([&](int i, float4 v) {
     if (!__any_sync(~0u, fmaxf(fmaxf(v.x, v.y), fmaxf(v.z, v.w)) >= low)) return;
 #pragma unroll 1
