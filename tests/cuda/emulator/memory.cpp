@@ -108,8 +108,7 @@ void bulk_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t bar) {
   Block& b = *machine.running->warp->block;
   if (bytes == 0 || bytes % 16 || (uintptr_t)from % 16) fail("a bulk copy of %u bytes from %p", bytes, from);
   uint8_t* p = shared_at(b, to, bytes, 16, "bulk copy");
-  mbarrier_at(b, bar);
-  const uint32_t time = race::copy_begins(b, p, bytes, SITE);
+  const uint32_t time = race::copy_begins(b, p, bytes, &mbarrier_at(b, bar), SITE);
   memset(p, 0xFF, bytes);  // whoever still reads the old bytes shall see it
   b.copies++;
   add({p, (const uint8_t*)from, 0, bytes, bar, &b, time}, machine.turn + some_turns());

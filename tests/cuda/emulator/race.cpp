@@ -162,12 +162,13 @@ void mbarrier_complete(const void* bar) {
 void mbarrier_waited(Warp& w, const void* bar) {
   if (running) learn(w, mbarriers[bar].done);
 }
-uint32_t copy_begins(Block& b, const uint8_t* to, uint32_t bytes, const void* site) {
+uint32_t copy_begins(Block& b, const uint8_t* to, uint32_t bytes, const void* bar, const void* site) {
   if (!running) return 0;
   const size_t slot = (size_t)(&b - machine.blocks.data());
   const Lane& l = *machine.running;
   const uint32_t time = ++copy_times[slot];
   touch(to, bytes, {time, (uint16_t)(warps + slot), 0, 0, 0, site}, true, l.warp->knowledge, (uint8_t)l.index);
+  publish(*l.warp, mbarriers[bar].arrived);  // its phase ends after this copy, which ends after it was begun
   return time;
 }
 void copy_ends(Block& b, const void* bar, uint32_t time) {

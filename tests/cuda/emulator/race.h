@@ -29,7 +29,8 @@ void lanes_met(Warp& w);
 void mbarrier_arrive(Warp& w, const void* bar);
 void mbarrier_complete(const void* bar);
 void mbarrier_waited(Warp& w, const void* bar);
-uint32_t copy_begins(Block& b, const uint8_t* to, uint32_t bytes, const void* site);  // returns its time
+// Returns the time of the copy.
+uint32_t copy_begins(Block& b, const uint8_t* to, uint32_t bytes, const void* bar, const void* site);
 void copy_ends(Block& b, const void* bar, uint32_t time);
 void release(Warp& w, const void* to);
 void acquire(Warp& w, const void* from);
