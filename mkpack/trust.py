@@ -211,8 +211,8 @@ def require(
         f"{where}: its kernel was not built on this machine by you, and nobody you trust vouches for it; native code "
         "can do whatever you can, so it was not run. Three ways to run it:\n"
         f"  - trust who signed it: mkpack trust add PUBLIC_KEY.pem, then run it again ({reason})\n"
-        "  - do not use this kernel, compile it here from mkpack's own sources: --rebuild-kernel\n"
-        f"  - allow exactly this kernel, now and later: --trust-kernel {found}\n"
+        "  - do not use this kernel, compile it here from mkpack's own sources: mkpack run --rebuild-kernel\n"
+        f"  - allow exactly this kernel, now and later: mkpack run --trust-kernel {found}, or mkpack trust add\n"
         "docs/SECURITY.md of mkpack says what each of them protects from"
     )
 
