@@ -149,7 +149,10 @@ def make_plan(
     if signature is not None and _digest(data) == artifact.digest:
         put(SIGNATURE_NAME, signature.read_bytes())
     elif changed and (signature is not None or SIGNATURE_NAME in remote.files):
-        notes.append("the kernels are now of several artifacts, over which there is no signature; pull them and sign")
+        notes.append(
+            f"there is no {SIGNATURE_NAME} over this: its kernels are of several artifacts, or of one that is not signed; "
+            "build one artifact with all targets, sign it and push that"
+        )
     put(MANIFEST_NAME, data)
     stays = {*sizes, *kept} | ({SIGNATURE_NAME} if not changed else set())
     removed = sorted(path for path in _owned(remote) if path in remote.files and path not in stays)
