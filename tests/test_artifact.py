@@ -403,3 +403,29 @@ def test_extract_is_all_or_nothing(path: Path, tmp_path: Path, monkeypatch: pyte
     with pytest.raises(UserError, match="weights/rank-0.bin: sha256 expected"):
         extract(path, tmp_path / "damaged")
     assert left_in(tmp_path) == ["out", "tiny.mkpack"]
+
+
+@pytest.mark.parametrize("unpacked", [False, True])
+def test_memory_of_an_entry_can_be_given_back(tmp_path: Path, unpacked: bool) -> None:
+    """What was read once, into a GPU, need not stay in this process."""
+    blob = bytes(range(256)) * (32 << 10)
+    path = write(tmp_path / "a.mkpack", {**FILES, "weights/rank-0.bin": blob, "weights/rank-1.bin": blob})
+    if unpacked:
+        extract(path, tmp_path / "folder")
+        path = tmp_path / "folder"
+
+    def resident() -> int:
+        size, ours = 0, False
+        for line in Path("/proc/self/smaps").read_text().splitlines():
+            if line.split(" ")[0].count("-") == 1:
+                ours = str(path) in line
+            elif ours and line.startswith("Rss:"):
+                size += int(line.split()[1]) << 10
+        return size
+
+    with open_artifact(path) as a:
+        view = a.map("weights/rank-0.bin", "pass")
+        assert view == blob and resident() >= len(blob)
+        a.drop("weights/rank-0.bin")
+        assert resident() < len(blob) // 8
+        assert view[-256:] == blob[-256:]
