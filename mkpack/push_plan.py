@@ -150,7 +150,7 @@ def make_plan(
         put(SIGNATURE_NAME, signature.read_bytes())
     elif changed and (signature is not None or SIGNATURE_NAME in remote.files):
         notes.append(
-            f"there is no {SIGNATURE_NAME} over this: its kernels are of several artifacts, or of one that is not signed; "
+            f"there is no {SIGNATURE_NAME} over this: the kernels are of several artifacts, or of an unsigned one; "
             "build one artifact with all targets, sign it and push that"
         )
     put(MANIFEST_NAME, data)
