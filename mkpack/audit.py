@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mkpack import payload, prequantised, schedule
+from mkpack import payload, plan, prequantised, schedule
 from mkpack.checkpoint import INDEX, Checkpoint
 from mkpack.errors import UserError
 from mkpack.layout import Layout
@@ -31,6 +31,16 @@ _PREFIX = 4096  # bytes that two matrices must have in common before they are re
 _CHUNK = 16 << 20
 _MOST_REFUSALS = 20
 _DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+
+
+@dataclass
+class Amount:
+    tensors: int = 0
+    nbytes: int = 0
+
+    def add(self, info: TensorInfo) -> None:
+        self.tensors += 1
+        self.nbytes += info.nbytes
 
 
 @dataclass
@@ -54,12 +64,12 @@ class Audit:
     family: str | None = None
     refused: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    dtypes: dict[str, tuple[int, int]] = field(default_factory=dict)  # dtype -> tensors, bytes
+    dtypes: dict[str, Amount] = field(default_factory=dict)
     parts: list[Part] = field(default_factory=list)
     scales: dict[str, Scales] = field(default_factory=dict)  # by part and scheme
     gate_up: dict[str, float] = field(default_factory=dict)
     routers: dict[str, list[str]] = field(default_factory=dict)  # router, router_bias, choice_bias -> dtypes
-    unused: dict[str, tuple[int, int]] = field(default_factory=dict)  # name with {i} for numbers -> tensors, bytes
+    unused: dict[str, Amount] = field(default_factory=dict)  # by name, with {i} for numbers
     duplicates: list[list[str]] = field(default_factory=list)
     precision: dict[str, Format] = field(default_factory=dict)  # that the sizes below are for
     artifact_bytes: int | None = None
@@ -89,24 +99,29 @@ def audit(folder: Path, progress: Callable[[Iterable[Any], str], Iterable[Any]] 
         found.refused = _lines(e)
         return found
     for info in checkpoint.tensors.values():
-        count, nbytes = found.dtypes.get(info.dtype, (0, 0))
-        found.dtypes[info.dtype] = count + 1, nbytes + info.nbytes
+        found.dtypes.setdefault(info.dtype, Amount()).add(info)
     found.notes = [*_contradictions(checkpoint)]
+    try:
+        if plan.tokenizer(plan.source_files(folder)) is None:
+            found.notes.append("no tokenizer.json: an artifact would take token ids only")
+    except UserError as e:
+        found.refused = _lines(e)
     if checkpoint.stray:
         found.notes.append(f"files the index does not name are ignored: {', '.join(checkpoint.stray)}")
     try:
         spec, names = model_spec(checkpoint.config)
     except UserError as e:
-        found.refused = _lines(e)
+        found.refused += _lines(e)
         return found
     roles = list(tensors(spec, names))
     found.family = spec.family
-    found.refused = [line for kind in checkpoint.faults(roles) for line in kind]
+    faults = [line for kind in checkpoint.faults(roles) for line in kind]
+    found.refused += faults
     found.notes += checkpoint.notes(roles)
     _inventory(found, checkpoint, roles)
     found.duplicates = _duplicates(checkpoint, progress)
     found.notes += _tied(checkpoint, spec, names, found.duplicates)
-    if not found.refused:  # scales of the wrong shape mean nothing
+    if not faults:  # scales of the wrong shape mean nothing
         _scales(found, checkpoint, roles, progress)
     _sizes(found, checkpoint, spec, roles)
     if len(found.refused) > _MOST_REFUSALS:
@@ -157,8 +172,7 @@ def _inventory(found: Audit, checkpoint: Checkpoint, roles: list[TensorRole]) ->
     found.parts = list(rows.values())
     for name in checkpoint.unused(roles):
         pattern = re.sub(r"(?<=\.)\d+(?=\.|$)", "{i}", name)
-        count, nbytes = found.unused.get(pattern, (0, 0))
-        found.unused[pattern] = count + 1, nbytes + checkpoint.tensors[name].nbytes
+        found.unused.setdefault(pattern, Amount()).add(checkpoint.tensors[name])
 
 
 def _part(role: TensorRole) -> str:
@@ -294,7 +308,8 @@ def show(found: Audit) -> None:
         console.print()
 
     console.print(f"{found.checkpoint}: {found.family or 'of no family that could be read'}")
-    console.print(", ".join(f"{n:,} {dtype} ({_size(b)})" for dtype, (n, b) in sorted(found.dtypes.items())) + "\n")
+    amounts = (f"{a.tensors:,} {dtype} ({_size(a.nbytes)})" for dtype, a in sorted(found.dtypes.items()))
+    console.print(", ".join(amounts) + "\n")
     if found.parts:
         rows = [
             (p.part, p.stored, p.dtype, " x ".join(map(str, p.shape)), f"{p.tensors:,}", _size(p.nbytes))
@@ -321,8 +336,8 @@ def show(found: Audit) -> None:
         )
     for kind, dtypes in found.routers.items():
         console.print(f"{kind}: {', '.join(dtypes)}")
-    for pattern, (n, nbytes) in found.unused.items():
-        console.print(f"not part of the model: {pattern} ({n:,}, {_size(nbytes)})")
+    for pattern, amount in found.unused.items():
+        console.print(f"not part of the model: {pattern} ({amount.tensors:,}, {_size(amount.nbytes)})")
     for names in found.duplicates:
         console.print(f"equal bytes: {', '.join(names)}")
     if found.artifact_bytes is not None and found.bytes_per_token is not None:

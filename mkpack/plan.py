@@ -253,7 +253,7 @@ def plan(recipe_path: Path, weights: bool = False, progress: bool = True, like: 
             where = place(recipe_path, "source.folder")
             raise UserError(f"recipe refused: {where}: no such folder: {recipe.source.folder}; name a checkpoint's")
         checkpoint = Checkpoint.open(recipe.source.folder)
-        files, config = _files(checkpoint.folder), checkpoint.config
+        files, config = source_files(checkpoint.folder), checkpoint.config
     elif recipe.source.dummy:
         from mkpack.dummy import Dummy
 
@@ -265,7 +265,7 @@ def plan(recipe_path: Path, weights: bool = False, progress: bool = True, like: 
         assert recipe.source.repo
         revision = (like and like.source.commit) or recipe.source.revision
         found = fetch_source(recipe.source.repo, revision, progress=progress, weights=False)
-        files, config = _files(found.folder), _config(found.folder)
+        files, config = source_files(found.folder), _config(found.folder)
     spec, names = model_spec(config)
     roles = list(tensors(spec, names))
     if checkpoint:
@@ -277,7 +277,7 @@ def plan(recipe_path: Path, weights: bool = False, progress: bool = True, like: 
     if like and set(like.kernels) != set(targets):  # "native" there was another machine
         again = recipe.model_copy(update={"targets": tuple(like.kernels)})
         targets = checked_targets(again, recipe_path, spec, precision, router, weights)
-    text = _text(files)
+    text = tokenizer(files)
     try:
         layout = Layout(spec, named, recipe.parallel.tp, router)
     except UserError as e:  # heads that the ranks cannot share
@@ -311,7 +311,7 @@ def _prove(layout: Layout, recipe: Recipe, target: str) -> None:
     schedule.check(schedule.cpu_schedule(layout.spec, layout.sections, layout.tp, context, tokens, target))
 
 
-def _text(files: dict[str, Path]) -> Text | None:
+def tokenizer(files: dict[str, Path]) -> Text | None:
     """The tokenizer, None when the source has none. UserError, naming the file, when the runtime could not read it."""
     if "tokenizer.json" not in files:
         return None
@@ -347,7 +347,8 @@ def _quality_tokens(recipe: Recipe, recipe_path: Path, text: Text | None, spec: 
     return tuple(tokens)
 
 
-def _files(folder: Path) -> dict[str, Path]:
+def source_files(folder: Path) -> dict[str, Path]:
+    """config.json and the files of tokenizer and licence that are there, by name."""
     aux = {path.name: path for path in sorted(folder.iterdir()) if is_aux(path.name) and path.is_file()}
     return {**aux, "config.json": folder / "config.json"}
 

@@ -1,17 +1,17 @@
 """Matrices that a checkpoint stores quantised: which format its tensors have, and their payload, bit for bit.
 
 The format follows from dtypes, shapes and the presence of scales alone; what config.json says about it is compared in
-`quant_config.py` and never believed. Spellings that are read, for a matrix "x.weight" [N, K]:
+`quant_config.py` and never believed. Spellings that are read, for a matrix "x.weight" [N, K]; fused experts are "x":
 
-| from                           | values                       | scales                                     | one for all                     |
-|--------------------------------|------------------------------|--------------------------------------------|---------------------------------|
-| modelopt NVFP4                 | x.weight U8 [N, K/2]         | x.weight_scale F8_E4M3 [N, K/16]           | x.weight_scale_2, a factor      |
-| compressed-tensors NVFP4       | x.weight_packed U8 [N, K/2]  | x.weight_scale F8_E4M3 [N, K/16]           | x.weight_global_scale, a divisor |
-| modelopt NVFP4 of gpt-oss "x"  | x U8 [.., K/2, N]            | x_weight_scale F8_E4M3 [.., K/16, N]       | x_weight_scale_2, a factor, or one an expert |
-| gpt-oss MXFP4 "x"              | x_blocks U8 [.., N, K/32, 16]| x_scales U8 [.., N, K/32], powers of two   |                                 |
-| modelopt, compressed-tensors MXFP4 | as their NVFP4           | x.weight_scale U8 or F8_E8M0 [N, K/32]     |                                 |
-| fp8                            | x.weight F8_E4M3 [N, K]      | x.weight_scale or x.weight_scale_inv, of the tensor, its rows, or blocks [N/128, K/128] | |
-"""  # noqa: E501
+- NVFP4 of modelopt: x.weight U8 [N, K/2], x.weight_scale F8_E4M3 [N, K/16], and for the whole x.weight_scale_2
+- its fused experts (gpt-oss): x U8 [experts, K/2, N], x_weight_scale [experts, K/16, N], x_weight_scale_2 for all
+  experts or for each
+- NVFP4 of compressed-tensors: x.weight_packed and x.weight_scale alike, but x.weight_global_scale is a divisor
+- MXFP4 of both: the same values with x.weight_scale U8 or F8_E8M0 [N, K/32], powers of two
+- MXFP4 of gpt-oss: x_blocks U8 [experts, N, K/32, 16], x_scales U8 [experts, N, K/32]
+- fp8: x.weight F8_E4M3 [N, K], x.weight_scale or x.weight_scale_inv of the matrix, of its rows, or of blocks
+  [N/128, K/128]
+"""
 
 from __future__ import annotations
 
@@ -82,6 +82,16 @@ class Stored:
         assert self.scale2 is not None
         found = read(self.scale2).view("<f4").reshape(-1)
         return found[part.index if part and len(found) > 1 else 0]
+
+    @property
+    def takes(self) -> Format | None:
+        """The format that takes its payload over, if any does: fp8 with scales of blocks has none."""
+        if self.scheme == "plain":
+            return None
+        if self.scheme != "fp8":
+            return "nvfp4"
+        assert self.scale is not None
+        return "fp8" if math.prod(self.scale.shape) in (1, self.weight.shape[0]) else None
 
     def parts(self) -> Iterator[TensorInfo]:
         yield from (part for part in (self.weight, self.scale, self.scale2) if part is not None)
@@ -187,7 +197,7 @@ def _grid(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
 
 def conversions(wanted: Iterable[tuple[TensorRole, Format]], tensors: Mapping[str, TensorInfo]) -> list[str]:
     """What becomes of quantised matrices in the formats that are wanted of them: a line for every way."""
-    counts: Counter[tuple[str, Scheme, Format]] = Counter()
+    counts: Counter[tuple[str, str, str]] = Counter()
     total: Counter[str] = Counter()
     for role, fmt in wanted:
         if role.precision is None:
@@ -195,20 +205,23 @@ def conversions(wanted: Iterable[tuple[TensorRole, Format]], tensors: Mapping[st
         total[role.precision] += 1
         stored = find(role.source, tensors)
         if stored is not None and stored.scheme != "plain":
-            counts[role.precision, stored.scheme, fmt] += 1
+            what = stored.scheme if stored.takes else f"{stored.scheme} in blocks"
+            counts[role.precision, what, _becomes(stored, fmt)] += 1
     lines = []
-    for (precision, scheme, fmt), n in counts.items():
+    for (precision, what, becomes), n in counts.items():
         some_of = "" if n == total[precision] else f"{n} of {total[precision]} matrices are "
-        if scheme == fmt:
-            done = "and stay so, but for fp8 with scales of blocks" if fmt == "fp8" else "and taken over bit for bit"
-        elif scheme == "mxfp4" and fmt == "nvfp4":
-            done = "and written as nvfp4, without loss where exponents allow it"
-        elif scheme != "fp8" and fmt in ("bf16", "fp8"):
-            done = f"but the recipe says {fmt}: larger, and no better than {scheme}"
-        else:
-            done = f"and quantised again, to {fmt}"
-        lines.append(f"{precision}: {some_of}{scheme} in the source, {done}")
+        lines.append(f"{precision}: {some_of}{what} in the source, {becomes}")
     return lines
+
+
+def _becomes(stored: Stored, fmt: Format) -> str:
+    if stored.takes == fmt == stored.scheme:
+        return "and taken over bit for bit"
+    if stored.takes == fmt:
+        return f"and written as {fmt}, without loss where exponents allow it"
+    if stored.takes == "nvfp4":
+        return f"but the recipe says {fmt}: larger, and no better than {stored.scheme}"
+    return f"and quantised again, to {fmt}"
 
 
 def read_bytes(role: TensorRole, formats: Iterable[Format], tensors: Mapping[str, TensorInfo]) -> float:
@@ -219,8 +232,8 @@ def read_bytes(role: TensorRole, formats: Iterable[Format], tensors: Mapping[str
         return elements * 4
     if stored.scheme == "plain":
         return elements * stored.weight.nbytes / max(math.prod(stored.weight.shape), 1)
-    target, width = ("fp8", 1.0) if stored.scheme == "fp8" else ("nvfp4", 0.5 + 1 / 16 + 4 / 16)
-    return elements * (width + (0 if all(fmt == target for fmt in formats) else 4))
+    width = 1.0 if stored.scheme == "fp8" else 0.5 + 1 / 16 + 4 / 16
+    return elements * (width + (0 if all(fmt == stored.takes for fmt in formats) else 4))
 
 
 def load(

@@ -17,7 +17,9 @@ from mkpack.spec import TensorRole
 
 HF_QUANT_CONFIG = "hf_quant_config.json"
 # modelopt's names of what it exports; W4A16 and AWQ differ in activations and in tensors beside the weight.
-_ALGORITHMS = {"nvfp4": "nvfp4", "mxfp4": "mxfp4", "fp8": "fp8", "mxfp8": "mxfp8", "awq": "int4", "int4": "int4"}
+_ALGORITHMS = {"nvfp4": "nvfp4", "mxfp4": "mxfp4", "mxfp8": "mxfp8", "fp8": "fp8", "awq": "int4", "int4": "int4"}
+# Methods that say what wrote a checkpoint and leave to other keys what it wrote.
+_CONTAINERS = ("modelopt", "compressed-tensors")
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ def _claim(where: str, section: Mapping[str, Any]) -> Claim:
                     default = scheme
                 else:
                     layers[target] = scheme
-    elif isinstance(method := section.get("quant_method"), str):
+    elif isinstance(method := section.get("quant_method"), str) and method not in _CONTAINERS:
         default = _algorithm(method)
         excluded.append("lm_head")  # as transformers does, said or not
     return Claim(where, default, layers, tuple(excluded))

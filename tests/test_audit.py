@@ -14,7 +14,7 @@ import quantised
 import torch
 from safetensors.torch import load_file
 
-from mkpack.audit import Audit, audit, show
+from mkpack.audit import Amount, Audit, audit, show
 from mkpack.checkpoint import Checkpoint
 from mkpack.errors import UserError
 from mkpack.layout import Layout
@@ -59,7 +59,7 @@ def test_a_checkpoint_that_is_not_quantised(plain, capsys):
     state = families.checkpoint_tensors(plain)
     size = sum(t.nbytes for t in state.values())
     assert (found.family, found.refused, found.exit_code, found.scales, found.notes) == ("qwen3_moe", [], 0, {}, [])
-    assert found.dtypes == {"BF16": (len(state), size)}
+    assert found.dtypes == {"BF16": Amount(len(state), size)}
     assert sum(p.tensors for p in found.parts) == len(state) and sum(p.nbytes for p in found.parts) == size
     gate = next(p for p in found.parts if p.part == "experts.gate")
     assert (gate.stored, gate.dtype, gate.shape, gate.tensors) == ("plain", "BF16", (64, 64), 8)
@@ -161,8 +161,10 @@ def test_what_is_not_part_of_the_model_and_what_is_there_twice(plain, tmp_path, 
     state["vision.almost"] = late
     found = audit(quantised.write(plain, tmp_path / "q", state))
     assert found.refused == [] and found.unused == {
-        "vision.almost": (1, 32768), "vision.blocks.{i}.weight": (2, 65536), "vision.twin": (1, 32768)
-    }  # fmt: skip
+        "vision.almost": Amount(1, 32768),
+        "vision.blocks.{i}.weight": Amount(2, 65536),
+        "vision.twin": Amount(1, 32768),
+    }
     assert [sorted(names) for names in found.duplicates] == [["vision.blocks.1.weight", "vision.twin"]]
     text = printed(found, capsys)
     assert "not part of the model: vision.blocks.{i}.weight (2, 65.5 kB)" in text and "equal bytes: " in text
@@ -222,6 +224,15 @@ def test_many_faults_are_cut(compressed):
     quantised.change(compressed, **{n: t * 0 for n, t in state.items() if n.endswith("weight_global_scale")})
     found = audit(compressed)
     assert len(found.refused) == 21 and found.refused[-1] == "and 4 more like these"
+
+
+def test_a_tokenizer(plain, tmp_path):
+    folder = quantised.write(plain, tmp_path / "q", families.checkpoint_tensors(plain))
+    (folder / "tokenizer.json").write_text("{}")
+    found = audit(folder)
+    assert len(found.refused) == 1 and "tokenizer.json" in found.refused[0] and found.family == "qwen3_moe"
+    (folder / "tokenizer.json").unlink()
+    assert audit(folder).notes == ["no tokenizer.json: an artifact would take token ids only"]
 
 
 @pytest.mark.parametrize(

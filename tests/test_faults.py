@@ -1,26 +1,27 @@
 """Faults that builders of artifacts are known for, one test each. Those of one part of mkpack are tested beside it:
 
-| fault | test |
-|---|---|
-| gate and up have tensor scales of their own, one is used for both | test_prequantised: gate_and_up_keep_their_own_tensor_scales |
-| an expert without calibration tokens has an input scale of Inf, or a made-up one | test_prequantised: input_scales_have_no_part_in_it |
-| a block scale is zero while its weights are not | test_quantize: huge_and_tiny_blocks_survive; test_prequantised: refused_by_name |
-| an exclude pattern disables everything, silently | test_prequantised: an_exclude_list_that_disables_everything |
-| a router is quantised | here; test_prequantised: a_quantised_router_is_refused |
-| weight-only checkpoints without input scales | test_prequantised: compressed_tensors_says[NVFP4A16] |
-| compressed-tensors' divisor is taken for a factor | test_prequantised: gate_and_up_keep_their_own_tensor_scales |
-| metadata is believed, not the tensors | test_prequantised: "metadata and tensors" |
-| the index names an absent shard | test_checkpoint, test_audit |
-| a truncated file in the hub's cache is trusted | hub/test_source: a_truncated_file_in_the_cache_is_fetched_again |
-| a float32 routing bias is rounded | here |
-| a build of "main" that no one can repeat | hub/test_build_from_hub: a_build_is_pinned_to_a_commit |
-| fewer KV heads than ranks; rows that are no whole tiles | test_layout; test_build: a_number_of_ranks_changes_no_bit |
-| two builds race | test_build: two_builds_at_once_do_the_work_once |
-| a compiler killed for memory is an unknown error | test_compile: a_killed_compiler; test_cuda: a_killed_nvcc |
-| the a of sm_90a is lost | test_cuda: the_a_of_the_architecture_stays |
-| absolute paths inside | test_compile, test_cuda: folders_do_not_change_a_byte |
-| a full disk or kill -9 leaves a file under the final name | test_build: killed_at_any_moment, a_disk_that_fills_up |
-"""  # noqa: E501
+- gate and up have tensor scales of their own, one is used for both:
+  test_prequantised: gate_and_up_keep_their_own_tensor_scales
+- an expert without calibration tokens has an input scale of Inf, or a made-up one:
+  test_prequantised: input_scales_have_no_part_in_it
+- a block scale is zero while its weights are not:
+  test_quantize: huge_and_tiny_blocks_survive; test_prequantised: refused_by_name
+- an exclude pattern disables everything, silently: test_prequantised: an_exclude_list_that_disables_everything
+- a router is quantised: here; test_prequantised: a_quantised_router_is_refused
+- weight-only checkpoints without input scales: test_prequantised: compressed_tensors_says[NVFP4A16]
+- compressed-tensors' divisor is taken for a factor: test_prequantised: gate_and_up_keep_their_own_tensor_scales
+- metadata is believed, not the tensors: test_prequantised: "metadata and tensors"
+- the index names an absent shard: test_checkpoint, test_audit
+- a truncated file in the hub's cache is trusted: hub/test_source: a_truncated_file_in_the_cache_is_fetched_again
+- a float32 routing bias is rounded: here
+- a build of "main" that no one can repeat: hub/test_build_from_hub: a_build_is_pinned_to_a_commit
+- fewer KV heads than ranks; rows that are no whole tiles: test_layout; test_build: a_number_of_ranks_changes_no_bit
+- two builds race: test_build: two_builds_at_once_do_the_work_once
+- a compiler killed for memory is an unknown error: test_compile: a_killed_compiler; test_cuda: a_killed_nvcc
+- the a of sm_90a is lost: test_cuda: the_a_of_the_architecture_stays
+- absolute paths inside: test_compile, test_cuda: folders_do_not_change_a_byte
+- a full disk or kill -9 leaves a file under the final name: test_build: killed_at_any_moment, a_disk_that_fills_up
+"""
 
 from __future__ import annotations
 
