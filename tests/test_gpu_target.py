@@ -183,6 +183,17 @@ def test_requests_that_a_kernel_refuses_are_the_users_to_mend(compiled, machine,
             assert isinstance(model._native._library.error(code, "generating"), kind)
 
 
+@pytest.mark.parametrize("shape", ["dummy", "folder"])
+def test_the_number_of_cores_changes_no_byte(compiled, machine, checkpoint, tmp_path, monkeypatch, shape):
+    source = {"dummy": str(checkpoint / "config.json")} if shape == "dummy" else {"folder": str(checkpoint)}
+    made = recipe(tmp_path, checkpoint, [CPU, "sm_90a"], source=source, quantise={"attention": "fp8"})
+    found = set()
+    for cores in (1, 5):
+        monkeypatch.setattr(platform, "cores", lambda cores=cores: cores)
+        found.add(build(made, output=tmp_path, force=True).read_bytes())
+    assert len(found) == 1
+
+
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 
