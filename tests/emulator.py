@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import atexit
+import os
+import pickle
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
+import kernels
+import numpy as np
 import pytest
 
 from mkpack import compile, platform
+from mkpack.layout_cuda import CudaLayout
+from mkpack.manifest import Limits
 
 EMULATOR = Path(__file__).parent / "cuda" / "emulator"
 MACHINE = tuple(sorted(EMULATOR.glob("*.cpp")))
@@ -20,8 +28,6 @@ MACHINE = tuple(sorted(EMULATOR.glob("*.cpp")))
 FLAGS = (
     "-std=c++20 -O1 -g1 -fno-strict-aliasing -fPIC -fvisibility=hidden -Wall -Wno-unknown-pragmas -Wno-parentheses"
 ).split()
-
-
 KERNEL = ("-include", "emulator.h", "-x", "c++")
 # The compiler then calls the emulator at every access: race.h.
 RACES = ("-fsanitize=thread", "--param", "tsan-distinguish-volatile=1")
@@ -69,3 +75,37 @@ def build_library(model_h: str, folder: Path, *, races: bool = False) -> Path:
     csrc = compile.sources()
     link = ("-shared", f"-Wl,--version-script={csrc / 'exports.map'}")
     return build(csrc / "cuda" / "model.cu", folder / "kernel.so", headers=folder, races=races, link=link)
+
+
+Call = tuple[str, Sequence[Any], dict[str, Any]]  # of kernels.Model: method, arguments
+
+
+def calls(
+    kernel: Path, layout: CudaLayout, limits: Limits, blob: Path, wanted: Sequence[Call], **settings: object
+) -> list[Any]:
+    """Results of calls to a model that runs in a process of its own, which the emulator may end: the test then fails
+    with its report. settings: wait_limit_s, and MK_EMULATOR_* without that beginning."""
+    options = {"wait_limit_s": settings.pop("wait_limit_s", 1e6)}
+    work = pickle.dumps((kernel, layout, limits, blob, options, wanted))
+    environment = {**os.environ, **{f"MK_EMULATOR_{name.upper()}": str(value) for name, value in settings.items()}}
+    command = [sys.executable, __file__]
+    done = subprocess.run(command, input=work, capture_output=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr.decode()[-6000:]
+    found: list[Any] = pickle.loads(done.stdout)
+    return found
+
+
+def _main() -> None:
+    kernel, layout, limits, blob, options, wanted = pickle.load(sys.stdin.buffer)
+    found = []
+    with kernels.running(kernel, layout, limits, [np.memmap(blob, np.uint8, "r")], **options) as model:
+        for name, arguments, named in wanted:
+            result = getattr(model, name)(*arguments, **named)
+            if isinstance(result, kernels.Generated):
+                result = result.tokens, result.code, result.error
+            found.append(result)
+    sys.stdout.buffer.write(pickle.dumps(found))
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,103 @@
+"""CUDA targets of small models, compiled by g++ for the emulated machine: the numbers of a plain model, the same bits
+whatever the order in which warps run, no races, and waits that end."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import emulator
+import kernels
+import numpy as np
+import plain_model
+import pytest
+from cuda_models import cuda_layout, small_spec
+
+from mkpack import abi
+from mkpack.codegen_cuda import cuda_header
+from mkpack.layout_cuda import CudaLayout
+from mkpack.manifest import Limits
+from mkpack.pack_cuda import CudaBlobWriter
+from mkpack.spec import LayerSpec
+
+LIMITS = Limits(context=64, tokens_per_step=16)
+TWO_LAYERS = (LayerSpec(moe=True), LayerSpec(moe=True, sliding_window=7))
+# Layout and blocks: more and fewer of them than there are rows, heads or experts to share.
+MODELS = {
+    "smallest": (cuda_layout(small_spec(hidden_size=64, vocab_size=13, layers=TWO_LAYERS)), 3),
+    "every option": (
+        cuda_layout(
+            small_spec(hidden_size=576, qk_norm=True, qkv_bias=True, o_bias=True, layers=TWO_LAYERS),
+            "f32",
+            attention="fp8",
+            lm_head="fp8",
+        ),
+        5,
+    ),
+    "one block": (cuda_layout(small_spec(head_dim=128, tie_word_embeddings=True, layers=1, moe={"top_k": 1})), 1),
+}
+PROMPT = [5, 9, 11, 2, 7, 0, 3, 12, 1, 1, 8, 4, 10, 6, 5, 2, 9, 3, 11]  # more than a step takes
+
+
+@dataclass
+class Built:
+    name: str
+    layout: CudaLayout
+    blob: Path
+    weights: kernels.Weights
+    folder: Path
+
+    def library(self, races: bool = False) -> Path:
+        folder = self.folder / ("races" if races else "plain")
+        if not folder.exists():
+            folder.mkdir()
+            header = cuda_header(self.layout, LIMITS, "sm_90a")
+            header, count = re.subn(r"kGrid = \d+", f"kGrid = {MODELS[self.name][1]}", header)
+            assert count == 1
+            emulator.build_library(header, folder, races=races)
+        return folder / "kernel.so"
+
+    def calls(self, *wanted: emulator.Call, races: bool = False, **settings: object) -> list:
+        return emulator.calls(self.library(races), self.layout, LIMITS, self.blob, wanted, **settings)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def built(request, tmp_path_factory):
+    layout, _ = MODELS[request.param]
+    weights, folder = kernels.Weights.random(layout), tmp_path_factory.mktemp("emulated")
+    with CudaBlobWriter(layout, folder / "blob") as writer:
+        for name, q in weights.tensors.items():
+            writer.put(name, q, q.format)
+    return Built(request.param, layout, folder / "blob", weights, folder)
+
+
+def relative_error(found: np.ndarray, wanted: np.ndarray) -> float:
+    return float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted))
+
+
+def test_logits_and_tokens_of_the_plain_model(built):
+    logits, _, generated = built.calls(
+        ("run", [PROMPT], {"cuts": [1, 16]}), ("truncate", [0], {}), ("generate", [PROMPT], {"max_new_tokens": 6})
+    )
+    tokens, code, error = generated
+    assert (code, error, len(tokens)) == (abi.OK, "", 6)
+    wanted = plain_model.logits(built.layout.spec, built.weights.plain(), [*PROMPT, *tokens])
+    assert relative_error(logits, wanted[: len(PROMPT)]) < 2e-2  # bf16 inputs of every product
+    # every chosen token is as good as the best, but for such an error
+    rows = wanted[len(PROMPT) - 1 : -1]
+    assert (rows.max(axis=1) - rows[range(6), tokens] < 2e-2 * np.abs(rows).max()).all()
+
+
+def test_any_order_gives_the_same_bits(built):
+    wanted = [("run", [PROMPT], {}), ("truncate", [0], {}), ("generate", [PROMPT[:3]], {"max_new_tokens": 4})]
+    first, second = (built.calls(*wanted, seed=seed) for seed in (2, 3))
+    assert first[0].tobytes() == second[0].tobytes()
+    assert first[2] == second[2]
+
+
+def test_no_races(built):
+    steps, generated = built.calls(
+        ("run", [PROMPT], {"cuts": [3]}), ("generate", [PROMPT[:2]], {"max_new_tokens": 3}), races=True, seed=5
+    )
+    assert np.isfinite(steps).all() and generated[1] == abi.OK
