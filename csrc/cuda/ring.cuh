@@ -46,6 +46,31 @@ struct Ring {
   }
 };
 
+// Gives up when the consumers of this SM make no step forward for the wait limit, or when another SM did. progress counts
+// epochs x kPhases + phase.
+struct Watch {
+  uint64_t limit_ns;
+  Report* report;
+  const volatile uint32_t& progress;
+  volatile int32_t& expired;
+  int sm;
+  uint32_t seen = 0, ticks = 0;
+  uint64_t since = 0;
+  // Called while its thread has nothing to do; looks at the clock now and then.
+  __device__ __forceinline__ void tick() {
+    if (ticks++ % 32) return;
+    const uint32_t now = progress;
+    const uint64_t time = global_nanoseconds();
+    if (now != seen || since == 0) seen = now, since = time;
+    if (time - since >= limit_ns && atomicCAS(&report->expired, 0, 1) == 0) {
+      report->phase = now % kPhases;
+      report->epoch = now / kPhases;
+      report->sm = sm;
+    }
+    if (*(volatile uint32_t*)&report->expired) expired = 1;
+  }
+};
+
 // The producer's end of a ring. One thread.
 template <int kSlots>
 struct Stream {
@@ -53,11 +78,14 @@ struct Stream {
   uint32_t base, slot_bytes, flight;
   uint64_t policy;
   const volatile int32_t* quit;
+  Watch* watch;  // kept while this thread waits for a slot, or NULL
   // Waits for a free slot and for room in flight. False when the consumers left: they may stop while this warp is steps
   // ahead of them.
   __device__ __forceinline__ bool open() {
-    while (!mbarrier_try_wait(ring.empty + 8 * ring.slot(), ring.parity() ^ 1))
+    while (!mbarrier_try_wait(ring.empty + 8 * ring.slot(), ring.parity() ^ 1)) {
       if (*quit) return false;
+      if (watch) watch->tick();
+    }
     if (flight < kSlots && ring.n >= flight) back(flight).wait_full();
     return true;
   }
@@ -81,26 +109,6 @@ struct Stream {
     for (uint32_t pages = min(ring.n, (uint32_t)kSlots); pages; pages--) back(pages).wait_full();
   }
 };
-
-// One thread: gives up when the consumers of this SM make no step forward for the wait limit, or when another SM did.
-// progress counts epochs x kPhases + phase.
-__device__ __forceinline__ void watch(uint64_t wait_limit_ns, Report* report, const volatile uint32_t& progress,
-                                      const volatile int32_t& quit, volatile int32_t& expired, int sm) {
-  uint32_t seen = 0;
-  uint64_t since = global_nanoseconds();
-  while (quit == 0) {
-    __nanosleep(20000);
-    const uint32_t now = progress;
-    const uint64_t time = global_nanoseconds();
-    if (now != seen) seen = now, since = time;
-    if (time - since >= wait_limit_ns && atomicCAS(&report->expired, 0, 1) == 0) {
-      report->phase = now % kPhases;
-      report->epoch = now / kPhases;
-      report->sm = sm;
-    }
-    if (*(volatile uint32_t*)&report->expired) expired = 1;
-  }
-}
 
 // word {value, epoch}
 __device__ __forceinline__ float word_float(uint64_t w) { return __uint_as_float((uint32_t)w); }

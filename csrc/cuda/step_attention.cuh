@@ -28,13 +28,13 @@ __device__ __forceinline__ void rotate_vector(const StepBlock& b, const float* s
   float v[kLane], squares = 0;
 #pragma unroll
   for (int j = 0; j < kLane; j++) {
-    v[j] = __ldcg(src + b.lane + 32 * j);
+    v[j] = __ldcg(src + b.lane() + 32 * j);
     squares += v[j] * v[j];
   }
   const float r = kQkNorm ? rsqrtf(warp_sum(squares) / kHeadDim + kRmsEps) : 1.f;
 #pragma unroll
   for (int j = 0; j < kLane; j++) {
-    const int d = b.lane + 32 * j;
+    const int d = b.lane() + 32 * j;
     float x = kQkNorm ? v[j] * (r * __ldg(norm + d)) : v[j];
     if (d < kRotary) {
       const bool low = d < kRotary / 2;
@@ -50,26 +50,26 @@ __device__ __forceinline__ void rotate_vector(const StepBlock& b, const float* s
 
 // Queries of the unit into shared memory; keys and values of new positions whose tiles are the unit's into the cache.
 __device__ __forceinline__ void prepare_unit(const StepBlock& b, int kv_head, int split, int splits, uint16_t* q) {
-  const float* norms = b.p.norms + b.layer * kNormLayer;
-  const int rows = b.tokens * kGroup;
+  const float* norms = b.p.norms + b.layer() * kNormLayer;
+  const int rows = b.tokens() * kGroup;
 #pragma unroll 1
-  for (int job = b.warp; job < rows + 2 * b.tokens; job += kWarps) {
+  for (int job = b.warp; job < rows + 2 * b.tokens(); job += kWarps) {
     if (job < rows) {
       const int token = job / kGroup, head = kv_head * kGroup + job % kGroup;
-      rotate_vector(b, b.p.qkv + token * kQkvRows + head * kHeadDim, norms + kNormQ, b.position + token,
+      rotate_vector(b, b.p.qkv + token * kQkvRows + head * kHeadDim, norms + kNormQ, b.position() + token,
                     [&](int d, float x) { q[job * kQStride + d] = (uint16_t)pack_bf16x2(x, 0.f); });
       continue;
     }
-    const int token = (job - rows) / 2, position = b.position + token;
+    const int token = (job - rows) / 2, position = b.position() + token;
     if (position / kTile % splits != split) continue;
-    uint8_t* tile = b.p.kv + kv_tile_offset(b.layer, kv_head, position / kTile);
+    uint8_t* tile = b.p.kv + kv_tile_offset(b.layer(), kv_head, position / kTile);
     const float* src = b.p.qkv + token * kQkvRows + kQRows + kv_head * kHeadDim;
     if ((job - rows) % 2 == 0)
       rotate_vector(b, src, norms + kNormK, position, [&](int d, float x) {
         *(uint16_t*)(tile + k_offset(position, d)) = (uint16_t)pack_bf16x2(x, 0.f);
       });
     else
-      for (int d = b.lane; d < kHeadDim; d += 32)
+      for (int d = b.lane(); d < kHeadDim; d += 32)
         *(uint16_t*)(tile + kTileBytes + v_offset(position, d)) = (uint16_t)pack_bf16x2(__ldcg(src + kKvRows + d), 0.f);
   }
 }
@@ -87,14 +87,14 @@ struct RunningSoftmax {
 __device__ __forceinline__ void attend_tiles(const StepBlock& b, RunningSoftmax& r, const uint16_t* q, SquadScores& x,
                                              const uint8_t* cache, uint32_t stride, int first, bool second, int block,
                                              int window) {
-  const int member = b.warp & 3, g = b.lane >> 2, t = b.lane & 3, barrier = kSquadBarrier + (b.warp >> 2);
+  const int member = b.warp & 3, g = b.lane() >> 2, t = b.lane() & 3, barrier = kSquadBarrier + (b.warp >> 2);
   const bool mine = member < 2 || second;
-  const uint4* keys = (const uint4*)(cache + member / 2 * stride) + member % 2 * (kHeadDim / 32) * 32 + b.lane;
+  const uint4* keys = (const uint4*)(cache + member / 2 * stride) + member % 2 * (kHeadDim / 32) * 32 + b.lane();
   uint4 k[kHeadDim / 32];
 #pragma unroll
   for (int i = 0; i < kHeadDim / 32; i++) k[i] = mine ? __ldcg(keys + 32 * i) : make_uint4(0, 0, 0, 0);
   // Values arrive while the scores are exchanged.
-  const uint8_t* values = cache + kTileBytes + (member * kQuarterTiles * 32 + b.lane) * sizeof(uint2);
+  const uint8_t* values = cache + kTileBytes + (member * kQuarterTiles * 32 + b.lane()) * sizeof(uint2);
   uint2 v[kQuarterTiles];
 #pragma unroll
   for (int j = 0; j < kQuarterTiles; j++) v[j] = __ldcg((const uint2*)values + 32 * j);
@@ -111,7 +111,7 @@ __device__ __forceinline__ void attend_tiles(const StepBlock& b, RunningSoftmax&
   float top[2];
 #pragma unroll
   for (int h = 0; h < 2; h++) {
-    const int self = b.position + (16 * block + g + 8 * h) / kGroup;
+    const int self = b.position() + (16 * block + g + 8 * h) / kGroup;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       const int at = first + 2 * t + i;
@@ -149,101 +149,127 @@ __device__ __forceinline__ void attend_tiles(const StepBlock& b, RunningSoftmax&
   }
 }
 
-__device__ __forceinline__ void step_attention(StepBlock& b, int splits) {
+// KV splits of a step: as many as its context is worth.
+__device__ __forceinline__ int step_splits(const StepBlock& b) {
+  const int tiles = ceil_div(b.position() + b.tokens(), kTile);
+  return max(1, min(kMaxSplits, ceil_div(tiles, b.p.tiles_per_split)));
+}
+
+// Rows of a unit, blocks of 16 of them, and blocks that the squads take at a time. Functions, so that their values need no
+// registers between two uses.
+__device__ __forceinline__ int attention_rows(const StepBlock& b) { return b.tokens() * kGroup; }
+__device__ __forceinline__ int row_blocks(const StepBlock& b) { return ceil_div(attention_rows(b), 16); }
+__device__ __forceinline__ int squad_spread(const StepBlock& b) {
+  const int blocks = row_blocks(b);
+  return blocks > 2 ? kSquads : blocks;
+}
+
+// One row block of a unit against this squad's share of the unit's tiles. Outputs are not yet divided by the sums.
+__device__ __forceinline__ void attend_block(const StepBlock& b, RunningSoftmax& r, int unit, int block) {
+  const int splits = step_splits(b), split = unit % splits, member = b.warp & 3, shares = kSquads / squad_spread(b);
+  const int window = window_of(b.layer(), std::make_index_sequence<kLayers>());
+  const int oldest = window ? max(0, b.position() + 1 - window) / kTile : 0;  // tile of the first position that is seen
+  const int count = (ceil_div(b.position() + b.tokens(), kTile) - split + splits - 1) / splits;
+  const int skip = max(0, (oldest - split + splits - 1) / splits);
+  const uint32_t stride = splits * 2 * kTileBytes;
+  const uint8_t* cache = b.p.kv + kv_tile_offset(b.layer(), unit / splits, split);
+  const uint16_t* q = b.scratch<uint16_t>();
+  SquadScores& x = ((SquadScores*)(q + ceil_div(kStepTokens * kGroup, 16) * 16 * kQStride))[b.warp >> 2];
+#pragma unroll 1
+  for (int i = skip + 2 * ((b.warp >> 2) / squad_spread(b)); i < count; i += 2 * shares)
+    attend_tiles(b, r, q, x, cache + (int64_t)i * stride, stride,
+                 ((i + member / 2) * splits + split) * kTile + member % 2 * 8, i + 1 < count, block, window);
+  const int g = b.lane() >> 2, t = b.lane() & 3;
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    r.sum[h] += __shfl_xor_sync(~0u, r.sum[h], 1);
+    r.sum[h] += __shfl_xor_sync(~0u, r.sum[h], 2);
+    if (t == 0) x.top[g + 8 * h][member] = r.sum[h];
+  }
+  group_sync(kSquadBarrier + (b.warp >> 2), 128);
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    const float4 all = *(const float4*)x.top[g + 8 * h];
+    r.sum[h] = (all.x + all.y) + (all.z + all.w);
+  }
+  group_sync(kSquadBarrier + (b.warp >> 2), 128);
+}
+
+// Outputs and sums of one row block to where it is summed up or kept.
+__device__ __forceinline__ void store_block(const StepBlock& b, const RunningSoftmax& r, float* out, float2* sums) {
+  const int g = b.lane() >> 2, t = b.lane() & 3, member = b.warp & 3;
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+#pragma unroll
+    for (int j = 0; j < kQuarterTiles; j++)
+      *(float2*)(out + (g + 8 * h) * kHeadDim + 8 * (member * kQuarterTiles + j) + 2 * t) =
+          make_float2(r.out[j][2 * h], r.out[j][2 * h + 1]);
+    if (member == 0 && t == 0) sums[g + 8 * h] = make_float2(r.top[h], r.sum[h]);
+  }
+}
+
+// Several squads had the same row block: their outputs lie in shared memory.
+__device__ __forceinline__ void merge_shares(const StepBlock& b, float* out, float2* sums) {
+  const int spread = squad_spread(b), shares = kSquads / spread, rows = attention_rows(b);
+  const float* o = b.scratch<float>();
+  const float2* s = (const float2*)(o + kSquads * 16 * kHeadDim);
+#pragma unroll 1
+  for (int i = b.tid; i < rows * kHeadDim; i += kTeam) {
+    const int row = i / kHeadDim, d = i % kHeadDim;
+    float top = -INFINITY;
+#pragma unroll 1
+    for (int k = 0; k < shares; k++) top = fmaxf(top, s[k * spread * 16 + row].x);
+    float value = 0, sum = 0;
+#pragma unroll 1
+    for (int k = 0; k < shares; k++) {
+      const float2 part = s[k * spread * 16 + row];
+      const float f = part.x == -INFINITY ? 0.f : exp2_approx(part.x - top);
+      value += f * o[(k * spread * 16 + row) * kHeadDim + d];
+      sum += f * part.y;
+    }
+    out[row * kHeadDim + d] = value;
+    if (d == 0) sums[row] = make_float2(top, sum);
+  }
+}
+
+__device__ __forceinline__ void step_attention(StepBlock& b) {
   b.stamp(kPhaseAttention, 0);
-  const int units = kKvHeads * splits, tiles = ceil_div(b.position + b.tokens, kTile);
-  const int rows = b.tokens * kGroup, blocks = ceil_div(rows, 16), window = window_of(b.layer, std::make_index_sequence<kLayers>());
-  const int oldest = window ? max(0, b.position + 1 - window) / kTile : 0;  // tile of the first position that is seen
-  const int spread = blocks > 2 ? 4 : blocks;  // row blocks that the squads take at a time
-  const int shares = kSquads / spread, squad = b.warp >> 2, share = squad / spread, member = b.warp & 3;
-  const int g = b.lane >> 2, t = b.lane & 3;
-  uint16_t* q = b.scratch<uint16_t>();
-  SquadScores& exchange = ((SquadScores*)(q + ceil_div(kStepTokens * kGroup, 16) * 16 * kQStride))[squad];
 #pragma unroll 1
-  for (int unit = b.sm; unit < units; unit += kGrid) {
-    const int kv_head = unit / splits, split = unit % splits;
-    prepare_unit(b, kv_head, split, splits, q);
+  for (int unit = b.sm(); unit < kKvHeads * step_splits(b); unit += kGrid) {
+    prepare_unit(b, unit / step_splits(b), unit % step_splits(b), step_splits(b), b.scratch<uint16_t>());
     team_sync<kTeam>();
-    forget(b.lane, b.tid);
     b.stamp(kPhaseAttention, 1);
-    const int count = (tiles - split + splits - 1) / splits, skip = max(0, (oldest - split + splits - 1) / splits);
-    const uint32_t stride = splits * 2 * kTileBytes;
-    const uint8_t* cache = b.p.kv + kv_tile_offset(b.layer, kv_head, split);
-    float* out = b.p.partial + (int64_t)unit * kAttentionRows * kHeadDim;
-    float2* sums = b.p.partial_sums + unit * kAttentionRows;
 #pragma unroll 1
-    for (int block = squad % spread; block < blocks; block += spread) {
+    for (int block = (b.warp >> 2) % squad_spread(b); block < row_blocks(b); block += squad_spread(b)) {
       RunningSoftmax r;
-#pragma unroll 1
-      for (int i = skip + 2 * share; i < count; i += 2 * shares)
-        attend_tiles(b, r, q, exchange, cache + (int64_t)i * stride, stride,
-                     ((i + member / 2) * splits + split) * kTile + member % 2 * 8, i + 1 < count, block, window);
-#pragma unroll
-      for (int h = 0; h < 2; h++) {
-        r.sum[h] += __shfl_xor_sync(~0u, r.sum[h], 1);
-        r.sum[h] += __shfl_xor_sync(~0u, r.sum[h], 2);
-        if (t == 0) exchange.top[g + 8 * h][member] = r.sum[h];
+      attend_block(b, r, unit, block);
+      if (squad_spread(b) == kSquads) {
+        store_block(b, r, b.p.partial + ((int64_t)unit * kAttentionRows + 16 * block) * kHeadDim,
+                    b.p.partial_sums + unit * kAttentionRows + 16 * block);
+        continue;
       }
-      group_sync(kSquadBarrier + squad, 128);
-#pragma unroll
-      for (int h = 0; h < 2; h++) {
-        const float4 all = *(const float4*)exchange.top[g + 8 * h];
-        r.sum[h] = (all.x + all.y) + (all.z + all.w);
-      }
-      group_sync(kSquadBarrier + squad, 128);
-      float* o = out + 16 * block * kHeadDim;
-      float2* s = sums + 16 * block;
-      if (shares > 1) {  // then there is one block a squad, and the squads' outputs meet in shared memory
-        team_sync<kTeam>();  // queries and scores were read
-        o = b.scratch<float>() + squad * 16 * kHeadDim;
-        s = (float2*)(b.scratch<float>() + kSquads * 16 * kHeadDim) + squad * 16;
-      }
-#pragma unroll
-      for (int h = 0; h < 2; h++) {
-#pragma unroll
-        for (int j = 0; j < kQuarterTiles; j++)
-          *(float2*)(o + (g + 8 * h) * kHeadDim + 8 * (member * kQuarterTiles + j) + 2 * t) =
-              make_float2(r.out[j][2 * h], r.out[j][2 * h + 1]);
-        if (member == 0 && t == 0) s[g + 8 * h] = make_float2(r.top[h], r.sum[h]);
-      }
-    }
-    if (shares > 1) {
+      team_sync<kTeam>();  // queries and scores were read; every squad has just this block
+      float* out = b.scratch<float>();
+      store_block(b, r, out + (b.warp >> 2) * 16 * kHeadDim, (float2*)(out + kSquads * 16 * kHeadDim) + (b.warp >> 2) * 16);
       team_sync<kTeam>();
-      forget(b.lane, b.tid);
-      const float* o = b.scratch<float>();
-      const float2* s = (const float2*)(o + kSquads * 16 * kHeadDim);
-#pragma unroll 1
-      for (int i = b.tid; i < rows * kHeadDim; i += kTeam) {
-        const int row = i / kHeadDim, d = i % kHeadDim;
-        float top = -INFINITY;
-        for (int k = 0; k < shares; k++) top = fmaxf(top, s[k * spread * 16 + row].x);
-        float value = 0, sum = 0;
-#pragma unroll 1
-        for (int k = 0; k < shares; k++) {
-          const float2 part = s[k * spread * 16 + row];
-          const float f = part.x == -INFINITY ? 0.f : exp2_approx(part.x - top);
-          value += f * o[(k * spread * 16 + row) * kHeadDim + d];
-          sum += f * part.y;
-        }
-        out[row * kHeadDim + d] = value;
-        if (d == 0) sums[row] = make_float2(top, sum);
-      }
+      merge_shares(b, b.p.partial + (int64_t)unit * kAttentionRows * kHeadDim, b.p.partial_sums + unit * kAttentionRows);
     }
-    if (unit + kGrid < units) team_sync<kTeam>();  // the next unit overwrites shared memory
+    team_sync<kTeam>();  // the next unit overwrites shared memory
   }
   b.stamp(kPhaseAttention, 3);
   b.meet();
 }
 
 // One warp a row of heads x tokens, spread over the grid.
-__device__ __forceinline__ void step_combine(StepBlock& b, int splits) {
+__device__ __forceinline__ void step_combine(StepBlock& b) {
   b.stamp(kPhaseCombine, 0);
+  const int splits = step_splits(b);
   constexpr int kLane = kHeadDim / 32;
 #pragma unroll 1
-  for (int i = b.sm + kGrid * b.warp; i < b.tokens * kHeads; i += kGrid * kWarps) {
+  for (int i = b.sm() + kGrid * b.warp; i < b.tokens() * kHeads; i += kGrid * kWarps) {
     const int token = i / kHeads, head = i % kHeads, row = token * kGroup + head % kGroup;
     const int unit = head / kGroup * splits;
-    const float2 mine = b.lane < splits ? __ldcg(b.p.partial_sums + (unit + b.lane) * kAttentionRows + row)
+    const float2 mine = b.lane() < splits ? __ldcg(b.p.partial_sums + (unit + b.lane()) * kAttentionRows + row)
                                         : make_float2(-INFINITY, 0.f);
     float top = mine.x;
 #pragma unroll
@@ -251,7 +277,7 @@ __device__ __forceinline__ void step_combine(StepBlock& b, int splits) {
     const float f = mine.x == -INFINITY ? 0.f : exp2_approx(mine.x - top);
     const float inverse = __fdividef(1.f, warp_sum(f * mine.y));
     float v[kLane] = {};
-    const float* src = b.p.partial + ((int64_t)unit * kAttentionRows + row) * kHeadDim + b.lane * kLane;
+    const float* src = b.p.partial + ((int64_t)unit * kAttentionRows + row) * kHeadDim + b.lane() * kLane;
 #pragma unroll 4
     for (int k = 0; k < splits; k++, src += kAttentionRows * kHeadDim) {
       const float w = __shfl_sync(~0u, f, k);
@@ -263,7 +289,7 @@ __device__ __forceinline__ void step_combine(StepBlock& b, int splits) {
     }
 #pragma unroll
     for (int j = 0; j < kLane; j += 2)
-      *(uint32_t*)(b.p.attention + token * kQRows + head * kHeadDim + b.lane * kLane + j) =
+      *(uint32_t*)(b.p.attention + token * kQRows + head * kHeadDim + b.lane() * kLane + j) =
           pack_bf16x2(v[j] * inverse, v[j + 1] * inverse);
   }
   b.stamp(kPhaseCombine, 3);

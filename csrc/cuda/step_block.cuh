@@ -127,6 +127,12 @@ struct alignas(128) StepShared {
   int32_t active_count;
   float best_value[kTeam];
   int32_t best_row[kTeam];
+  // The running step, the same for all threads. In shared memory, because registers are scarce: whoever needs one of them
+  // loads it again after a barrier. Written by thread 0 between the two barriers of meet().
+  int32_t layer, position, tokens;
+  int32_t first;      // row of the first token in logits and taps
+  uint32_t epoch;     // of the running layer
+  uint32_t arrivals;  // at the grid barrier when all have come to the last one
   int32_t token;      // to run next
   int32_t ended;      // the generation is over
   int32_t quit;       // the consumers leave
@@ -155,16 +161,15 @@ __device__ __forceinline__ Step step_at(const StepParams& p, int i) {
 struct StepBlock {
   const StepParams& p;
   StepShared& s;
-  int sm, warp, lane, tid;
-  uint32_t zero;     // see Ring::release
-  uint32_t epoch;    // of the running layer
-  uint32_t arrivals; // at the grid barrier when all have come to the last one
-  int layer;
-  int position, tokens;  // of the running step
-  int first;             // row of its first token in logits and taps
-  bool traced;
+  int warp, tid;
+  uint32_t zero;  // see Ring::release
 
-  __device__ __forceinline__ int first_unit() const { return sm * kOwnedUnits; }
+  __device__ __forceinline__ int lane() const { return tid & 31; }
+  __device__ __forceinline__ int sm() const { return blockIdx.x; }
+  __device__ __forceinline__ int layer() const { return s.layer; }
+  __device__ __forceinline__ int position() const { return s.position; }
+  __device__ __forceinline__ int tokens() const { return s.tokens; }
+  __device__ __forceinline__ int first_unit() const { return sm() * kOwnedUnits; }
   __device__ __forceinline__ int units() const {  // of 16 hidden rows
     return max(0, min(kOwnedUnits, kUnits - first_unit()));
   }
@@ -174,22 +179,24 @@ struct StepBlock {
 
   // Moments of a phase: 0 entered, 1 input there, 2 products done, 3 published.
   __device__ __forceinline__ void stamp(Phase phase, int moment) {
-    forget(lane, tid);  // or addresses would be computed a phase ahead, and spilled
-    if (moment == 0 && tid == 0) *(volatile uint32_t*)&s.progress = epoch * kPhases + phase;
+    forget(tid);  // or addresses would be computed a phase ahead, and spilled
+    if (moment == 0 && tid == 0) *(volatile uint32_t*)&s.progress = s.epoch * kPhases + phase;
 #ifdef MK_TRACE
-    if (tid == 0 && traced && p.trace)
-      p.trace[(((int64_t)layer * kPhases + phase) * kGrid + sm) * 4 + moment] = global_nanoseconds();
+    if (tid == 0 && p.trace)
+      p.trace[(((int64_t)s.layer * kPhases + phase) * kGrid + sm()) * 4 + moment] = global_nanoseconds();
 #endif
   }
 
-  // All blocks meet, and what they wrote before is there for loads past L1 afterwards. After the watchdog gave up nobody
-  // waits any more: the kernel runs through its step on whatever is there and leaves.
-  __device__ __forceinline__ void meet() {
-    arrivals += kGrid;
+  // All blocks meet, and what they wrote before is there for loads past L1 afterwards. layers: to go on by. After the
+  // watchdog gave up nobody waits any more: the kernel runs through its step on whatever is there and leaves.
+  __device__ __forceinline__ void meet(int layers = 0) {
     team_sync<kTeam>();
     if (tid == 0) {
+      const uint32_t all = s.arrivals += kGrid;
+      s.layer += layers;
+      s.epoch += layers;
       add_release(p.barrier, 1);
-      for (uint32_t spins = 1; (int32_t)(load_acquire(p.barrier) - arrivals) < 0; spins++)
+      for (uint32_t spins = 1; (int32_t)(load_acquire(p.barrier) - all) < 0; spins++)
         if (spins % 16 == 0 && *(const volatile int32_t*)&s.expired) break;
     }
     team_sync<kTeam>();
@@ -198,26 +205,26 @@ struct StepBlock {
   // 1/rms of every token's hidden state into s.rms, by one warp a token; a team_sync must follow. Every SM adds the owners'
   // shares in the same order.
   __device__ __forceinline__ void load_rms() const {
-    if (warp >= tokens) return;
+    if (warp >= tokens()) return;
     float sum = 0;
-    for (int i = lane; i < kOwners; i += 32) sum += __ldcg(p.squares + warp * kGrid + i);
+    for (int i = lane(); i < kOwners; i += 32) sum += __ldcg(p.squares + warp * kGrid + i);
     sum = warp_sum(sum);
-    if (lane == 0) s.rms[warp] = rsqrtf(sum / kHidden + kRmsEps);
+    if (lane() == 0) s.rms[warp] = rsqrtf(sum / kHidden + kRmsEps);
   }
   // What a phase that changed the residual leaves for the next: the new residual of this SM's rows is in s.residual.
   // norm: weights of the norm that comes next. A team_sync must come before.
   __device__ __forceinline__ void publish_hidden(const float* norm) const {
     const int rows = units() * kUnitRows;
-    for (int i = tid; i < tokens * rows; i += kTeam) {
+    for (int i = tid; i < tokens() * rows; i += kTeam) {
       const int token = i / rows, row = i % rows;
       const float v = s.residual[token][row] * __ldg(norm + owned_row() + row);
       p.hidden[token * kHidden + owned_row() + row] = (uint16_t)pack_bf16x2(v, 0.f);
       p.router_input[token * kHidden + owned_row() + row] = v;
     }
-    if (tid < tokens && rows) {
+    if (tid < tokens() && rows) {
       float sum = 0;
       for (int row = 0; row < rows; row++) sum += s.residual[tid][row] * s.residual[tid][row];
-      p.squares[tid * kGrid + sm] = sum;
+      p.squares[tid * kGrid + sm()] = sum;
     }
   }
 };

@@ -37,7 +37,7 @@ __device__ __forceinline__ void multiply_share(float (&acc)[2][4], const uint4 (
 template <class Shape, bool kFp8, int kK, int kTiles>
 __device__ __forceinline__ void load_input(const StepBlock& b, const uint16_t* x, int h0,
                                            uint4 (&r)[Shape::kBlock][kTiles][Shape::kX]) {
-  const int g = b.lane >> 2, t = b.lane & 3;
+  const int g = b.lane() >> 2, t = b.lane() & 3;
 #pragma unroll
   for (int h = 0; h < Shape::kBlock; h++)
 #pragma unroll
@@ -46,7 +46,7 @@ __device__ __forceinline__ void load_input(const StepBlock& b, const uint16_t* x
       for (int i = 0; i < Shape::kX; i++) {
         const int token = g + 8 * half, column = page_columns(kFp8) * (h0 + h) + share_columns(kFp8) * b.warp +
                                                  (kFp8 ? 64 * (i / 2) + 16 * t + 8 * (i % 2) : 32 * i + 8 * t);
-        r[h][half][i] = token < b.tokens && column < kK ? __ldcg((const uint4*)(x + token * kK + column))
+        r[h][half][i] = token < b.tokens() && column < kK ? __ldcg((const uint4*)(x + token * kK + column))
                                                         : make_uint4(0, 0, 0, 0);
       }
 }
@@ -77,14 +77,14 @@ __device__ __forceinline__ void dense_product(const StepBlock& b, StepRing& ring
           ring.wait_full();
           // The last page of a unit may have no columns for this warp.
           if (unit_shares(kK, kFp8) % kWarps == 0 || (h0 + h) * kWarps + b.warp < unit_shares(kK, kFp8)) {
-            const uint4* page = (const uint4*)(b.s.dense[ring.slot()] + b.warp * kShareBytes) + b.lane;
+            const uint4* page = (const uint4*)(b.s.dense[ring.slot()] + b.warp * kShareBytes) + b.lane();
             w[0] = page[0];
             w[1] = page[32];
           }
-          ring.release(w[0].w | w[1].w, b.zero, b.lane);
+          ring.release(w[0].w | w[1].w, b.zero, b.lane());
           multiply_share<kFp8, kTiles>(acc, w, r[h]);
         }
-        const int g = b.lane >> 2, t = b.lane & 3;
+        const int g = b.lane() >> 2, t = b.lane() & 3;
         float* out = part + ((u * kWarps + b.warp) * kPageRows + 2 * t) * 8 * kTiles + g;
 #pragma unroll
         for (int i = 0; i < 2 * kTiles; i++) {  // i / 2: tokens g or g + 8; i % 2: row 2 t or 2 t + 1
@@ -117,14 +117,14 @@ __device__ __forceinline__ float output_sum(const StepBlock& b, int row, int tok
 template <int kTiles, class Each>
 __device__ __forceinline__ void each_output(const StepBlock& b, int count, Each&& each) {
   for (int i = b.tid; i < count * kPageRows * 8 * kTiles; i += kTeam)
-    if (i % (8 * kTiles) < b.tokens) each(i / (8 * kTiles), i % (8 * kTiles));
+    if (i % (8 * kTiles) < b.tokens()) each(i / (8 * kTiles), i % (8 * kTiles));
 }
 
 // Rows of the embedding become the residual.
 __device__ __forceinline__ void step_embed(StepBlock& b, const int32_t* tokens) {
   b.stamp(kPhaseEmbed, 0);
   const int rows = b.units() * kUnitRows;
-  for (int i = b.tid; i < b.tokens * rows; i += kTeam) {
+  for (int i = b.tid; i < b.tokens() * rows; i += kTeam) {
     const int token = i / rows, row = i % rows;
     b.s.residual[token][row] =
         bf16_low(__ldg(b.p.embedding + (int64_t)tokens[token] * kHidden + b.owned_row() + row));
@@ -139,14 +139,14 @@ template <int kTiles>
 __device__ __forceinline__ void step_qkv(StepBlock& b, StepRing& ring) {
   b.stamp(kPhaseQkv, 0);
   b.load_rms();
-  const int u0 = first_item(kQkvUnits, b.sm), units = first_item(kQkvUnits, b.sm + 1) - u0;
+  const int u0 = first_item(kQkvUnits, b.sm()), units = first_item(kQkvUnits, b.sm() + 1) - u0;
   dense_product<kAttentionFp8, kHidden, kTiles>(b, ring, b.p.hidden, units, [&](int first, int count) {
     if (first == 0) b.stamp(kPhaseQkv, 2);
     each_output<kTiles>(b, count, [&](int row, int token) {
       const int out = 8 * (u0 + first) + row;
       float y = output_sum<kTiles>(b, row, token) * b.s.rms[token];
-      if constexpr (kAttentionFp8) y *= __ldg(b.p.dense_scales + b.layer * kDenseScaleLayer + out);
-      if constexpr (kQkvBias) y += __ldg(b.p.norms + b.layer * kNormLayer + kBiasQkv + out);
+      if constexpr (kAttentionFp8) y *= __ldg(b.p.dense_scales + b.layer() * kDenseScaleLayer + out);
+      if constexpr (kQkvBias) y += __ldg(b.p.norms + b.layer() * kNormLayer + kBiasQkv + out);
       b.p.qkv[token * kQkvRows + out] = y;
     });
   });
@@ -163,13 +163,13 @@ __device__ __forceinline__ void step_out(StepBlock& b, StepRing& ring) {
     each_output<kTiles>(b, count, [&](int row, int token) {
       const int own = 8 * first + row, out = b.owned_row() + own;
       float y = output_sum<kTiles>(b, row, token);
-      if constexpr (kAttentionFp8) y *= __ldg(b.p.dense_scales + b.layer * kDenseScaleLayer + kQkvRows + out);
-      if constexpr (kOutBias) y += __ldg(b.p.norms + b.layer * kNormLayer + kBiasOut + out);
+      if constexpr (kAttentionFp8) y *= __ldg(b.p.dense_scales + b.layer() * kDenseScaleLayer + kQkvRows + out);
+      if constexpr (kOutBias) y += __ldg(b.p.norms + b.layer() * kNormLayer + kBiasOut + out);
       b.s.residual[token][own] += y;
     });
   });
   team_sync<kTeam>();
-  b.publish_hidden(b.p.norms + b.layer * kNormLayer + kNormPost);
+  b.publish_hidden(b.p.norms + b.layer() * kNormLayer + kNormPost);
   b.stamp(kPhaseOut, 3);
   b.meet();
 }

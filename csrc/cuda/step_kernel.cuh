@@ -6,14 +6,11 @@
 
 namespace mk {
 
-// First a warpgroup: one warp streams dense weights, one streams experts, one watches the time, one idles. Then 16 consumer
-// warps. Registers move between the two kinds by warpgroups: 640 x 96 at launch, then 512 x 104 + 128 x 64.
+// First a warpgroup, of which two warps work: one streams dense weights and watches the time, one streams experts. The
+// scheduler prefers older warps, and these must not starve behind consumers that spin on a barrier. Then 16 consumer warps.
+// The first four exist as a whole because registers move between the two kinds by warpgroups: 640 x 96 at launch, then
+// 512 x 104 + 128 x 64 out of the same 61440 (asking for more than the launch took would never return).
 constexpr int kProducers = 128, kThreads = kProducers + kTeam;
-
-// KV splits of a step: as many as the longest context in it is worth.
-__device__ __forceinline__ int step_splits(const StepParams& p, int length) {
-  return max(1, min(kMaxSplits, ceil_div(ceil_div(length, kTile), p.tiles_per_split)));
-}
 
 // kTiles: groups of eight tokens that a step may have, 1 or 2.
 template <int kTiles>
@@ -31,43 +28,44 @@ __global__ void __launch_bounds__(kThreads, 1) step_kernel(__grid_constant__ con
     mbarrier_init_fence();
     s.quit = s.expired = s.ended = 0;
     s.progress = 0;
+    s.epoch = p.first_epoch + 1;
+    s.arrivals = p.barrier_base;
   }
   __syncthreads();
-  StepBlock b{p, s, (int)blockIdx.x, warp - kProducers / 32, tid % 32, tid - kProducers, zero, p.first_epoch + 1,
-              p.barrier_base, 0, p.position, 0, 0, false};
+  StepBlock b{p, s, warp - kProducers / 32, tid - kProducers, zero};
   if (tid < kProducers) {
     registers_decrease<64>();
-    if (warp == 0 && b.lane == 0) step_produce_dense<kTiles>(b);
+    if (warp == 0 && b.lane() == 0) step_produce_dense<kTiles>(b);
     if (warp == 1) step_produce_experts(b);
-    if (warp == 2 && b.lane == 0) watch(p.wait_limit_ns, p.report, s.progress, s.quit, s.expired, b.sm);
     return;
   }
   registers_increase<104>();
   StepRing dense{smem_address(s.dense_full), smem_address(s.dense_empty)};
   StepRing expert{smem_address(s.expert_full), smem_address(s.expert_empty)};
-  const int steps = step_count(p), chunks = ceil_div(p.given, kStepTokens);
 #pragma unroll 1
-  for (int i = 0; i < steps; i++) {
-    const Step step = step_at(p, i);
-    b.position = p.position + step.first;
-    b.tokens = step.tokens;
-    b.first = p.new_tokens ? 0 : step.first;
-    b.traced = true;
-    b.layer = 0;
-    step_embed(b, i < chunks ? p.history + b.position : &s.token);
-    const int splits = step_splits(p, b.position + b.tokens);
+  for (int i = 0; i < step_count(p); i++) {
+    const int chunks = ceil_div(p.given, kStepTokens);
+    if (b.tid == 0) {
+      const Step step = step_at(p, i);
+      s.layer = 0;
+      s.position = p.position + step.first;
+      s.tokens = step.tokens;
+      s.first = p.new_tokens ? 0 : step.first;
+    }
+    team_sync<kTeam>();
+    step_embed(b, i < chunks ? p.history + b.position() : &s.token);
 #pragma unroll 1
-    for (b.layer = 0; b.layer < kLayers; b.layer++, b.epoch++) {
+    for (int layer = 0; layer < kLayers; layer++) {
       step_qkv<kTiles>(b, dense);
-      step_attention(b, splits);
-      step_combine(b, splits);
+      step_attention(b);
+      step_combine(b);
       step_out<kTiles>(b, dense);
       step_router(b);
       step_choose(b);
       step_pair(b, expert);
       step_down(b, expert);
     }
-    if (step.head) step_head<kTiles>(b, dense);
+    if (step_at(p, i).head) step_head<kTiles>(b, dense);
     if (p.new_tokens && i + 1 >= chunks) {
       step_token(b, i + 1 - chunks);
       if (s.ended) break;

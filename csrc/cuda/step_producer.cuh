@@ -21,36 +21,45 @@ __device__ __forceinline__ bool dense_pages(Stream<kStepSlots>& out, const uint8
   return true;
 }
 
-// One thread.
+// One thread, which also watches the time.
 template <int kTiles>
 __device__ __forceinline__ void step_produce_dense(const StepBlock& b) {
   const StepParams& p = b.p;
+  Watch watch{p.wait_limit_ns, p.report, b.s.progress, b.s.expired, b.sm()};
   Stream<kStepSlots> out{{smem_address(b.s.dense_full), smem_address(b.s.dense_empty)},
                          smem_address(b.s.dense),
                          kPageBytes,
                          (uint32_t)p.dense_flight,
                          evict_first_policy(),
-                         &b.s.quit};
-  const int qkv0 = first_item(kQkvUnits, b.sm), qkv = first_item(kQkvUnits, b.sm + 1) - qkv0;
-  const int head0 = first_item(kHeadUnits, b.sm), head = first_item(kHeadUnits, b.sm + 1) - head0;
+                         &b.s.quit,
+                         &watch};
+  const int qkv0 = first_item(kQkvUnits, b.sm()), qkv = first_item(kQkvUnits, b.sm() + 1) - qkv0;
+  const int head0 = first_item(kHeadUnits, b.sm()), head = first_item(kHeadUnits, b.sm() + 1) - head0;
   constexpr int kPerUnit = kUnitRows / kPageRows;
   const int steps = step_count(p);
+  const auto stream = [&] {
 #pragma unroll 1
-  for (int i = 0; i < steps; i++) {
-    out.flight = p.dense_flight;
+    for (int i = 0; i < steps; i++) {
+      out.flight = p.dense_flight;
 #pragma unroll 1
-    for (int layer = 0; layer < kLayers; layer++) {
-      const uint8_t* w = p.dense + layer * kDenseLayerBytes;
-      if (!dense_pages<kAttentionFp8, kHidden, kTiles>(out, w + qkv0 * unit_bytes(kHidden, kAttentionFp8), qkv) ||
-          !dense_pages<kAttentionFp8, kQRows, kTiles>(
-              out, w + kQkvBytes + b.first_unit() * kPerUnit * unit_bytes(kQRows, kAttentionFp8), b.units() * kPerUnit))
-        return out.drain();
+      for (int layer = 0; layer < kLayers; layer++) {
+        const uint8_t* w = p.dense + layer * kDenseLayerBytes;
+        if (!dense_pages<kAttentionFp8, kHidden, kTiles>(out, w + qkv0 * unit_bytes(kHidden, kAttentionFp8), qkv) ||
+            !dense_pages<kAttentionFp8, kQRows, kTiles>(
+                out, w + kQkvBytes + b.first_unit() * kPerUnit * unit_bytes(kQRows, kAttentionFp8),
+                b.units() * kPerUnit))
+          return;
+      }
+      if (!step_at(p, i).head) continue;
+      out.flight = p.head_flight;
+      if (!dense_pages<kHeadFp8, kHidden, kTiles>(out, p.head + head0 * unit_bytes(kHidden, kHeadFp8), head)) return;
     }
-    if (!step_at(p, i).head) continue;
-    out.flight = p.head_flight;
-    if (!dense_pages<kHeadFp8, kHidden, kTiles>(out, p.head + head0 * unit_bytes(kHidden, kHeadFp8), head))
-      return out.drain();
-  }
+    while (*out.quit == 0) {  // the consumers are behind
+      __nanosleep(1000);
+      watch.tick();
+    }
+  };
+  stream();
   out.drain();
 }
 
@@ -65,16 +74,17 @@ __device__ __forceinline__ void step_produce_experts(StepBlock b) {
                          kExpertPageBytes,
                          (uint32_t)p.expert_flight,
                          evict_first_policy(),
-                         &b.s.quit};
+                         &b.s.quit,
+                         nullptr};
 #pragma unroll 1
   for (;;)
 #pragma unroll 1
     for (int layer = 0; layer < kLayers; layer++) {
       barrier_sync<2, kChosenThreads>();
       if (*(const volatile int32_t*)&b.s.quit) return;  // nothing is under way then
-      if (b.lane == 0) {
-        const int active = b.s.active_count, u0 = first_item(active * kPairUnits, b.sm),
-                  u1 = first_item(active * kPairUnits, b.sm + 1);
+      if (b.lane() == 0) {
+        const int active = b.s.active_count, u0 = first_item(active * kPairUnits, b.sm()),
+                  u1 = first_item(active * kPairUnits, b.sm() + 1);
         const uint8_t* w = p.experts + (int64_t)layer * kExperts * kExpertBytes;
 #pragma unroll 1
         for (int u = u0; u < u1; u++)
