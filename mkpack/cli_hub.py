@@ -24,7 +24,7 @@ def push(
         typer.Option(metavar="FILE", help="Speeds for the model card, of mkpack bench --json; may be repeated."),
     ] = None,
     replace: Annotated[
-        bool, typer.Option("--replace", help="Put it in the place of another artifact that the repo holds.")
+        bool, typer.Option("--replace", help="Put it in the place of the artifact that the repo holds.")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be sent; send nothing.")] = False,
     json: AsJson = False,

@@ -56,6 +56,7 @@ class Pulled:
     commit: str
     folder: Path
     manifest: Manifest
+    manifest_bytes: bytes
     target: str | None
     files: tuple[RepoFile, ...]
 
@@ -69,8 +70,8 @@ class Pulled:
 
     def open(self) -> Artifact:
         """The artifact, of which it has only the entries that were pulled."""
-        data = (self.folder / MANIFEST_NAME).read_bytes()
-        return Artifact(self.folder, self.manifest, data, SnapshotStore(self.folder, self.files))
+        store = SnapshotStore(self.folder, self.files)
+        return Artifact(self.folder, self.manifest, self.manifest_bytes, store)
 
 
 def pull(
@@ -96,7 +97,7 @@ def pull(
     a network or a disk can answer. What was complete by then stays in the cache, so the same call goes on from there.
     """
     with _source(reference, progress) as source:
-        manifest = source.manifest()
+        manifest, data = source.manifest()
         chosen, problems = _chosen(manifest, target, check)
         if ranks is not None and (problem := ranks_problem(manifest, ranks)):
             problems.append(problem)
@@ -105,7 +106,7 @@ def pull(
         if problems or chosen is None:
             raise combine(f"cannot run {source.name} here", capped(problems))
         source.fetch_signature()
-        pulled = Pulled(source.repo, source.commit, source.folder, manifest, chosen, tuple(wanted))
+        pulled = Pulled(source.repo, source.commit, source.folder, manifest, data, chosen, tuple(wanted))
         if before:
             before(pulled)
         source.fetch(manifest, wanted, verify)
@@ -115,7 +116,7 @@ def pull(
 def pull_manifest(reference: str, *, progress: bool | None = None) -> Pulled:
     """Only the manifest of a published artifact. Raises what pull() does."""
     with _source(reference, progress) as source:
-        return Pulled(source.repo, source.commit, source.folder, source.manifest(), None, ())
+        return Pulled(source.repo, source.commit, source.folder, *source.manifest(), None, ())
 
 
 def _chosen(manifest: Manifest, target: str | None, check: bool) -> tuple[str | None, list[str]]:
@@ -198,7 +199,8 @@ class _Source:
             title = f"{self.name}: not complete in the cache {self._cache}, and offline; pull it with the network first"
             raise combine(title, capped(list(why)))
 
-    def manifest(self) -> Manifest:
+    def manifest(self) -> tuple[Manifest, bytes]:
+        """The manifest, and the bytes that it was read from."""
         path = self.folder / MANIFEST_NAME
         if not path.is_file():
             self._online([f"{MANIFEST_NAME} is absent"])
@@ -214,7 +216,8 @@ class _Source:
         if not _is_blob(path):
             self._online([f"{MANIFEST_NAME} is damaged"])
             self._get(MANIFEST_NAME, again=True)
-        return Manifest.parse(path.read_bytes(), f"{self.name}: {MANIFEST_NAME}")
+        data = path.read_bytes()
+        return Manifest.parse(data, f"{self.name}: {MANIFEST_NAME}"), data
 
     def missing(self, manifest: Manifest, wanted: Iterable[RepoFile]) -> list[str]:
         """What the repo lacks of the files, or has otherwise than the manifest says; only those not cached yet."""

@@ -61,8 +61,8 @@ def push(
 
     The repo is created when there is none (seen only by its owner with `private`), and so is the branch `revision`.
     When it already holds the same model, kernels that it has and the artifact lacks stay, and only what is new is sent.
-    When it holds another model, `replace` puts this one in its place. bench: results of `mkpack bench --json`, shown in
-    the model card beside their bound. progress: bars on standard error; by default when that is a terminal.
+    With `replace` this artifact takes the place of whatever artifact it holds. bench: results of `mkpack bench --json`,
+    shown in the model card beside their bound. progress: bars on standard error; by default when that is a terminal.
 
     UserError: the artifact is damaged, the repo holds something else, whatever a hub or a network answers. What has
     arrived by then need not be sent again, and nobody sees it before all of it has.
@@ -152,8 +152,7 @@ def _read_remote(name: str, branch: str, replace: bool) -> Remote:
     if MANIFEST_NAME in remote.files:
         try:
             pulled = pull_manifest(f"{name}@{remote.listing.commit}", progress=False)
-            remote.manifest = pulled.manifest
-            remote.manifest_bytes = (pulled.folder / MANIFEST_NAME).read_bytes()
+            remote.manifest, remote.manifest_bytes = pulled.manifest, pulled.manifest_bytes
         except UserError as error:
             if not replace:
                 raise UserError(f"{error}; --replace puts this artifact in its place") from error

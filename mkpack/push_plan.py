@@ -39,7 +39,6 @@ class Plan:
     kept: dict[str, int]
     removed: tuple[str, ...]
     notes: tuple[str, ...]
-    card: str
 
     @property
     def is_done(self) -> bool:
@@ -102,12 +101,12 @@ def make_plan(
             f"--private: the repo {name} exists and everybody can see it; change that in its settings first"
         )
     old, new, data, notes = remote.manifest, artifact.manifest, artifact.read(MANIFEST_NAME), []
-    if old is not None and (different := differences(remote.manifest_bytes, data)):
-        if not replace:
-            title = f"{name} holds another artifact (push --replace to put this one in its place, or --revision BRANCH)"
-            raise combine(title, capped(different))
+    if old is not None and replace:
         notes.append(f"replaces the artifact {old.name} with its kernels {', '.join(sorted(old.kernels))}")
     elif old is not None:
+        if different := differences(remote.manifest_bytes, data):
+            title = f"{name} holds another artifact (push --replace to put this one in its place, or --revision BRANCH)"
+            raise combine(title, capped(different))
         data = merged(remote.manifest_bytes, data)
     manifest = Manifest.parse(data, MANIFEST_NAME)
     given = [card.read_bench_file(file) for file in bench]
@@ -125,9 +124,10 @@ def make_plan(
             contents[path], sizes[path] = data, len(data)
 
     for file in files(manifest, manifest.entries):
-        if _is_there(artifact, manifest, remote, file):
+        ours = new.entries.get(file.entry) == manifest.entries[file.entry]
+        if _is_there(artifact if ours else None, manifest, remote, file):
             kept[file.path] = file.size
-        elif new.entries.get(file.entry) != manifest.entries[file.entry]:
+        elif not ours:
             absent.append(f"{file.path} is not in the repo as its manifest says, and is no file of this artifact")
         else:
             piece = artifact.map(file.entry)[file.start : file.end] if file.size else memoryview(b"")
@@ -140,10 +140,9 @@ def make_plan(
     benches = _benches(remote, manifest, given)
     for target, result in benches.items():
         put(f"{BENCH}/{target}.json", result.to_bytes())
-    readme = card.render(manifest, name, benches, remote.readme)
     if remote.readme is not None and card.BEGIN not in remote.readme:
         notes.append(f"{CARD} there was not written by mkpack push and stays as it is")
-    put(CARD, readme.encode())
+    put(CARD, card.render(manifest, name, benches, remote.readme).encode())
     changed = data != remote.manifest_bytes
     signature = sign.find(artifact.path)
     if signature is not None and _digest(data) == artifact.digest:
@@ -157,9 +156,7 @@ def make_plan(
     stays = {*sizes, *kept} | ({SIGNATURE_NAME} if not changed else set())
     removed = sorted(path for path in _owned(remote) if path in remote.files and path not in stays)
     creates = remote.listing is None or not remote.has_branch
-    return Plan(
-        name, branch, manifest, _digest(data), creates, sizes, kept, tuple(removed), tuple(notes), readme
-    ), contents
+    return Plan(name, branch, manifest, _digest(data), creates, sizes, kept, tuple(removed), tuple(notes)), contents
 
 
 def differences(old: bytes, new: bytes) -> list[str]:
@@ -223,22 +220,21 @@ def _benches(remote: Remote, manifest: Manifest, given: Sequence[Bench]) -> dict
 def _owned(remote: Remote) -> set[str]:
     """Files of the repo that earlier pushes put there; others are the publisher's own."""
     if remote.manifest is None:
-        return set()
+        return {SIGNATURE_NAME}
     entries = {file.path for file in files(remote.manifest, remote.manifest.entries)}
     return entries | {SIGNATURE_NAME} | {f"{BENCH}/{target}.json" for target in remote.benches}
 
 
-def _is_there(artifact: Artifact, manifest: Manifest, remote: Remote, file: RepoFile) -> bool:
-    """Whether the repo has this very file. Its content is read only when neither the hub nor the manifest says."""
+def _is_there(artifact: Artifact | None, manifest: Manifest, remote: Remote, file: RepoFile) -> bool:
+    """Whether the repo has this very file. artifact: one that has it too, so that its bytes can be compared."""
     found, entry = remote.files.get(file.path), manifest.entries[file.entry]
     if found is None or found.size != file.size:
         return False
     if found.sha256 and file.size == entry.size:
         return found.sha256 == entry.sha256
-    if remote.manifest is not None and remote.manifest.entries.get(file.entry) == entry:
+    if artifact is None:  # the manifest that the repo has says so
         return True
-    mine = artifact.manifest.entries.get(file.entry) == entry
-    return mine and _same(found, artifact.map(file.entry)[file.start : file.end] if file.size else memoryview(b""))
+    return _same(found, artifact.map(file.entry)[file.start : file.end] if file.size else memoryview(b""))
 
 
 def _same(found: RemoteFile | None, data: bytes | memoryview) -> bool:

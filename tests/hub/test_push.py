@@ -310,7 +310,33 @@ def test_a_repo_whose_files_are_not_those_of_its_manifest(hub, client, artifact,
     hub.commit(REPO, {n: d for n, d in files(hub).items() if n != f"kernels/{OTHER}.so"})
     text = error(client.push(artifact, REPO))
     assert f"kernels/{OTHER}.so is not in the repo as its manifest says" in text and "--replace" in text
-    client.push(artifact, REPO, replace=True)
+    commit(client.push(artifact, REPO, replace=True))
+    assert manifest(hub).kernels.keys() == {TARGET} and client.pull(REPO)["damaged"] == []
+
+
+@pytest.mark.parametrize("name", ["weights/rank0.bin", "tokenizer/tokenizer_config.json"])
+def test_what_somebody_changed_in_the_repo_is_sent_again(hub, client, artifact, name):
+    client.push(artifact, REPO)
+    data = files(hub)[name]
+    hub.commit(REPO, files(hub) | {name: data[:-1] + b"?"})
+    assert name in error(client.pull(REPO))
+    done = client.push(artifact, REPO)
+    assert done["plan"]["uploads"].keys() == {name} and files(hub)[name] == data
+    assert client.pull(REPO)["damaged"] == []
+
+
+def test_a_signature_goes_with_the_manifest_it_signs(hub, client, artifact, tmp_path):
+    (tmp_path / "fake.mkpack.sig").write_bytes(b"{}")
+    client.push(artifact, REPO)
+    assert files(hub)["model.sig"] == b"{}"
+    other = fake.artifact(tmp_path, HELLO, name="elsewhere", targets=(OTHER,))
+    done = client.push(other, REPO)
+    assert done["plan"]["removed"] == ["model.sig"] and "build one artifact with all targets" in done["notes"][0]
+    # Nor does one stay beside a manifest that cannot be read.
+    hub.commit(REPO, files(hub) | {"manifest.json": b"{}", "model.sig": b"{}"})
+    assert "--replace puts this artifact in its place" in error(client.push(other, REPO))
+    client.push(other, REPO, replace=True)
+    assert "model.sig" not in files(hub) and client.pull(REPO, target=OTHER, check=False)["damaged"] == []
 
 
 # --- interrupted at every step ------------------------------------------------------------------------------------
