@@ -156,7 +156,9 @@ def _distribution(role: TensorRole, spec: ModelSpec) -> tuple[float, float]:
         if part == "sinks" or part.endswith("_residual_gate"):
             return 0.0, 0.1
         # Stored as the difference from 1 where norms are centered, and always by those after the MLP and the experts.
-        if part in ("mlp_out_norm", "expert_norm") or (spec.centered_norms and part != "final_norm"):
+        if part in ("mlp_out_norm", "expert_norm") or (
+            spec.centered_norms and part in ("attn_norm", "mlp_norm", "pre_norm")
+        ):
             return 0.0, 0.1
         return (0.0, 0.02) if part.endswith("_bias") else (2.0, 0.2) if part == "q_norm" else (1.0, 0.1)
     if part == "embed" and not spec.tie_word_embeddings:

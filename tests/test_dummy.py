@@ -292,6 +292,31 @@ def test_the_recipe_of_the_benchmark_is_the_published_shape():
     assert todo.layout.router_format == "bf16" and todo.memory_bytes < 4e9
 
 
+@pytest.mark.parametrize(
+    ("name", "parameters", "per_token"),
+    [
+        ("gpt-oss-20b", 20_914_757_184, 3.785e9),
+        ("minimax-m2", 228_689_764_864, 10.74e9),
+        ("muse-spark-816b-a42b", 819_990_552_064, 52.99e9),
+    ],
+)
+def test_recipes_of_other_families_are_of_the_published_shape(name, parameters, per_token):
+    todo = planner.plan(ROOT / f"recipes/bench/{name}.yaml")
+    assert sum(int(np.prod(role.shape)) for role in todo.roles) == parameters
+    assert todo.bytes_per_token() == pytest.approx(per_token, rel=1e-3)
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "minimax_m2", "muse_spark"])
+def test_weights_of_every_family_run(family, tmp_path):
+    """Fused experts, biases, sinks and gates are drawn; the tokens of a context differ."""
+    config(tmp_path / "config.json", family)
+    path = build(write_recipe(tmp_path / "recipe.yaml", {"dummy": "config.json"}), output=tmp_path)
+    with load(path, threads=1) as model:
+        logits = model.step(list(range(20)), 20)
+    assert np.isfinite(logits).all() and logits.std() > 0.01
+    assert len(set(logits.argmax(axis=1).tolist())) > 5
+
+
 # -- refusals -----------------------------------------------------------------------------------------------------
 
 
