@@ -101,3 +101,14 @@ def test_no_races(built):
         ("run", [PROMPT], {"cuts": [3]}), ("generate", [PROMPT[:2]], {"max_new_tokens": 3}), races=True, seed=5
     )
     assert np.isfinite(steps).all() and generated[1] == abi.OK
+
+
+def test_a_wait_that_ends_says_so(built):
+    if MODELS[built.name][1] == 1:
+        pytest.skip("nobody waits for another block")
+    # The last block starts after 2 s; the others give up before.
+    first, second = built.calls(
+        ("generate", [PROMPT[:2]], {}), ("try_step", [[1]], {}), wait_limit_s=0.5, late=2 * 10**9, stall=5000
+    )
+    assert first[1] == second[0] == abi.ERR_TIMEOUT
+    assert re.match(r"a wait of 0.5 s ended: SM \d+ made no progress in phase ", first[2])

@@ -187,7 +187,39 @@ uint8_t* stack(size_t i) {
   return stacks[i];
 }
 
-void run_blocks(unsigned first, unsigned count, dim3 blocks, dim3 threads, size_t shared) {
+// Every lane at the start of the kernel.
+void set_up(Block& b, size_t first_stack, dim3 blocks, dim3 threads) {
+  const unsigned size = threads.x * threads.y * threads.z, block = (unsigned)b.index;
+  b.warps.resize((size + 31) / 32);
+  b.live_warps = (int)b.warps.size();
+  b.copies = 0;
+  for (unsigned thread = 0; thread < size; thread++) {
+    Warp& w = b.warps[thread / 32];
+    if (thread % 32 == 0) {
+      const unsigned lanes = std::min(32u, size - thread);
+      w.block = &b;
+      w.index = (int)(thread / 32);
+      w.exists = w.live = lanes == 32 ? ~0u : (1u << lanes) - 1;
+      w.ready = w.meeting = 0;
+      w.lanes.resize(lanes);
+    }
+    Lane& l = w.lanes[thread % 32];
+    l.place = {{thread % threads.x, thread / threads.x % threads.y, thread / threads.x / threads.y},
+               {block % blocks.x, block / blocks.x % blocks.y, block / blocks.x / blocks.y},
+               threads,
+               blocks,
+               b.shared};
+    l.warp = &w;
+    l.index = (int)(thread % 32);
+    l.loads = 0;
+    l.fiber.stack = stack(first_stack + thread);
+    l.fiber.bytes = kStack;
+    prepare(l.fiber, lane_entry);
+  }
+}
+
+// Runs blocks `first` and on, all of them resident. The last one of several starts `late` ns after the others.
+void run_blocks(unsigned first, unsigned count, dim3 blocks, dim3 threads, size_t shared, uint64_t late) {
   Machine& m = machine;
   const size_t page = (size_t)sysconf(_SC_PAGESIZE), room = (shared + page - 1) / page * page;
   const unsigned size = threads.x * threads.y * threads.z;
@@ -198,37 +230,15 @@ void run_blocks(unsigned first, unsigned count, dim3 blocks, dim3 threads, size_
   for (unsigned i = 0; i < count; i++) {
     Block& b = m.blocks[i];
     b.index = (int)(first + i);
-    b.warps.resize((size + 31) / 32);
-    b.live_warps = (int)b.warps.size();
-    b.copies = 0;
     b.shared = map(room + page);
     memset(b.shared, 0xFF, room);  // a NaN in every format
     mprotect(b.shared + room, page, PROT_NONE);
-    for (size_t j = 0; j < b.warps.size(); j++) {
-      Warp& w = b.warps[j];
-      const int lanes = (int)std::min<size_t>(32, size - 32 * j);
-      w.block = &b;
-      w.index = (int)j;
-      w.exists = w.live = lanes == 32 ? ~0u : (1u << lanes) - 1;
-      w.ready = w.meeting = 0;
-      w.lanes.resize(lanes);
-      for (int k = 0; k < lanes; k++) {
-        Lane& l = w.lanes[k];
-        const unsigned thread = 32 * (unsigned)j + k, block = first + i;
-        l.place = {{thread % threads.x, thread / threads.x % threads.y, thread / threads.x / threads.y},
-                   {block % blocks.x, block / blocks.x % blocks.y, block / blocks.x / blocks.y},
-                   threads,
-                   blocks,
-                   b.shared};
-        l.warp = &w;
-        l.index = k;
-        l.loads = 0;
-        l.doing = {};
-        l.fiber.stack = stack((size_t)i * size + thread);
-        l.fiber.bytes = kStack;
-        prepare(l.fiber, lane_entry);
-      }
-      make_ready(w, w.live);
+    set_up(b, (size_t)i * size, blocks, threads);
+    const bool waits = late && i && i + 1 == count;
+    for (Warp& w : b.warps) {
+      if (!waits) make_ready(w, w.live);
+      for (Lane& l : w.lanes)
+        if (waits) l.state = State::asleep, m.sleepers.emplace(m.clock + late, &l);
     }
   }
   race::begin();
@@ -251,9 +261,9 @@ void launch(const void* kernel, dim3 blocks, dim3 threads, size_t shared, bool t
   const Guard guard;
   const unsigned count = blocks.x * blocks.y * blocks.z;
   if (together)
-    run_blocks(0, count, blocks, threads, shared);
+    run_blocks(0, count, blocks, threads, shared, setting("MK_EMULATOR_LATE", 0));
   else
-    for (unsigned i = 0; i < count; i++) run_blocks(i, 1, blocks, threads, shared);
+    for (unsigned i = 0; i < count; i++) run_blocks(i, 1, blocks, threads, shared, 0);
   m.body = nullptr;
 }
 
