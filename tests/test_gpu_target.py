@@ -25,6 +25,7 @@ from mkpack.errors import InternalError, UserError
 from mkpack.formats import dequantise
 from mkpack.layout_cuda import GRID, CudaLayout
 from mkpack.loader import load
+from mkpack.native import Library
 from mkpack.platform import CudaDevice, CudaDriver, Gpu
 from mkpack.spec import tensors
 
@@ -192,6 +193,23 @@ def test_the_number_of_cores_changes_no_byte(compiled, machine, checkpoint, tmp_
         monkeypatch.setattr(platform, "cores", lambda cores=cores: cores)
         found.add(build(made, output=tmp_path, force=True).read_bytes())
     assert len(found) == 1
+
+
+@pytest.mark.skipif(platform.nvcc() is None, reason="no nvcc in CUDA_HOME, on the PATH or in /usr/local/cuda")
+def test_a_kernel_of_nvcc_is_the_one_of_the_manifest(checkpoint, tmp_path, monkeypatch, capsys):
+    """Built for real, reported, and without a GPU refused before it is loaded."""
+    from rich.console import Console
+
+    path = build(recipe(tmp_path, checkpoint, ["sm_90a"]), output=tmp_path, console=Console(stderr=True, width=300))
+    assert " registers, " in capsys.readouterr().err
+    with open_artifact(path) as artifact:
+        kernel = artifact.manifest.kernels["sm_90a"]
+        library = Library(artifact.read(kernel.path), kernel.path)
+    assert library.describe() == kernel.description and kernel.compiler.startswith("nvcc ")
+    library.close()
+    monkeypatch.setattr(platform, "cuda_driver", lambda: None)
+    with pytest.raises(UserError, match="this machine has no working NVIDIA driver"):
+        load(path)
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
