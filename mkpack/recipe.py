@@ -64,7 +64,8 @@ class Source(_Strict):
 
 
 class Quantise(_Strict):
-    """Storage format by kind of matrix. `dense` is the MLP of layers without experts."""
+    """Storage format by kind of matrix. `dense` is the MLP of layers without experts, and the
+    projections into and out of experts of another width than the model's."""
 
     experts: Choice = Field(default="nvfp4", description="one of nvfp4, fp8, bf16")
     dense: Choice = Field(default="bf16", description="one of bf16, fp8, nvfp4")
