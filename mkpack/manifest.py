@@ -55,7 +55,7 @@ def capped(problems: list[str]) -> list[str]:
 
 
 class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class Entry(_Frozen):

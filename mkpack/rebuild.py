@@ -112,15 +112,30 @@ def _unit(where: str, manifest: Manifest, target: str) -> Unit:
 
 
 def _impossible(manifest: Manifest) -> Iterator[str]:
+    """Numbers that no model has: no count is 0, and none is larger than an `int` of csrc/."""
     spec = manifest.spec
-    sizes = {"limits.context": manifest.limits.context, "tp": manifest.tp, "layers": len(spec.layers)}
-    sizes |= {f"spec.{k}": v for k, v in spec.model_dump().items() if type(v) is int}
-    sizes |= {f"spec.moe.{k}": v for k, v in (spec.moe.model_dump() if spec.moe else {}).items() if type(v) is int}
-    yield from (f"{k} {shown(v)}" for k, v in sizes.items() if not 0 < v <= MAX_INT)
+    facts = {"limits": manifest.limits.model_dump(), "tp": manifest.tp, "spec": spec.model_dump()}
+    for where, value in _numbers("", facts):
+        if not 0 < value <= MAX_INT:
+            yield f"{where} {shown(value)}"
+    if not spec.layers:
+        yield "no layers"
     if (rotary := 2 * len(spec.rope.inv_freq)) > spec.head_dim:
         yield f"{rotary} rotary dimensions of spec.head_dim {spec.head_dim}"
     if spec.moe and spec.moe.top_k > spec.moe.num_experts:
         yield f"spec.moe.top_k {spec.moe.top_k} of {spec.moe.num_experts} experts"
+
+
+def _numbers(where: str, value: object) -> Iterator[tuple[str, int]]:
+    """(place, number) of every whole number in a tree of dicts and lists."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _numbers(f"{where}.{key}" if where else key, inner)
+    elif isinstance(value, list | tuple):
+        for i, inner in enumerate(value):
+            yield from _numbers(f"{where}[{i}]", inner)
+    elif type(value) is int:
+        yield where, value
 
 
 def _cuda_layout(manifest: Manifest) -> CudaLayout:

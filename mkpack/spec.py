@@ -16,7 +16,7 @@ Format = Literal["f32", "bf16", "fp8", "nvfp4"]
 
 
 class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class RopeSpec(_Frozen):

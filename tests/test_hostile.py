@@ -216,9 +216,9 @@ VALUES = st.one_of(
     st.floats(),
     st.text(max_size=8),
     st.sampled_from(["../up", "manifest.json", "model.sig", "weights/rank-0.bin", "a" * 5000, "\ud800", "0" * 64]),
-    st.just([]),
-    st.just({}),
-    st.just([[[[[]]]]]),
+    st.builds(list),
+    st.builds(dict),
+    st.builds(lambda: [[[[[]]]]]),
 )
 
 
@@ -261,6 +261,13 @@ def test_manifests_of_any_bytes(content):
     with pytest.raises(UserError) as e:
         Manifest.parse(content, "manifest.json")
     assert len(str(e.value)) < hostile.LONGEST
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e999"])
+def test_numbers_are_finite(value):
+    text = hostile.MANIFEST.decode().replace('"rms_norm_eps": 1e-05', f'"rms_norm_eps": {value}')
+    with pytest.raises(UserError, match="spec.rms_norm_eps: .*finite"):
+        Manifest.parse(text.encode(), "manifest.json")
 
 
 def test_a_manifest_of_the_largest_size_is_read_in_bounds(tmp_path):

@@ -155,6 +155,8 @@ HOSTILE = {
     "rotary": (spec_with(rope={"inv_freq": [1.0] * 999, "attention_factor": 1.0}), "rotary dimensions"),
     "negative": (spec_with(hidden_size=-64), "spec.hidden_size -64"),
     "no heads": (spec_with(num_attention_heads=0), "spec.num_attention_heads 0"),
+    "window": (spec_with(layers=[{"moe": True, "sliding_window": -5}]), "spec.layers[0].sliding_window -5"),
+    "no layers": (spec_with(layers=[]), "no layers"),
     "huge": (spec_with(vocab_size=2**40), f"spec.vocab_size {2**40}"),
     "another size": (spec_with(hidden_size=4096), "lays this model out otherwise"),
     "another context": (lambda f: {"limits": {**f["limits"], "context": 10**6}}, "lays this model out otherwise"),
