@@ -81,7 +81,8 @@ class BenchResult:
 def run(
     path: Path | str, *, target: str | None = None, threads: int | None = None, contexts: Sequence[int] | None = None
 ) -> BenchResult:
-    """Measures an artifact. target, threads: as load() takes them. contexts: positions in the cache when decoding starts.
+    """Measures an artifact. target, threads: as load() takes them. contexts: positions in the cache when decoding
+    starts.
 
     Raises UserError for a context that leaves no room for the measured tokens.
     """
@@ -143,17 +144,13 @@ def _time(model: Model, context: int) -> tuple[float, float]:
 
 
 def _point(model: Model, context: int, decode: float, prefill: float, bandwidth: float) -> Point:
-    manifest, sections = model.manifest, counted_sections(model.manifest)
+    manifest = model.manifest
     step = min(manifest.limits.tokens_per_step, context)
-
-    def nbytes(tokens: int, position: int) -> float:
-        return schedule.bytes_per_step(manifest.spec, sections, manifest.tp, tokens, position)
-
-    decode_bytes = nbytes(1, context + NEW_TOKENS // 2)
+    decode_bytes = model.bytes_per_step(1, context + NEW_TOKENS // 2)
     # The head runs for the last token only.
-    step_phases = schedule.phases(manifest.spec, sections, manifest.tp)
+    step_phases = schedule.phases(manifest.spec, counted_sections(manifest), manifest.tp)
     head = sum(p.nbytes for p in step_phases if p.name == "head")
-    prefill_bytes = (nbytes(step, context // 2) - head) / step + head / context
+    prefill_bytes = (model.bytes_per_step(step, context // 2) - head) / step + head / context
     return Point(
         context=context,
         decode_ms=decode,

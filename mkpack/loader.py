@@ -23,6 +23,7 @@ from mkpack.compat import choose_target
 from mkpack.digest import Verification
 from mkpack.errors import UserError, combine
 from mkpack.generation import STOP_REASONS, GenerateOptions, Generation, Job, Result, make_request
+from mkpack.layout import counted_sections
 from mkpack.manifest import Manifest
 from mkpack.native import NativeModel, Run
 from mkpack.repo import SCHEME
@@ -266,6 +267,14 @@ class Model:
     def read_bandwidth(self) -> float:
         """Bytes per second that the model's threads read from its weights: what speeds are held against."""
         return self._native.read_bandwidth()
+
+    def bytes_per_step(self, tokens: int = 1, position: int = 0) -> float:
+        """Bytes that a step must read on what the model runs on: weights once (of experts those that `tokens` tokens
+        are expected to choose), and the keys and values of `position` earlier tokens."""
+        from mkpack import schedule
+
+        m, kv_bytes = self.manifest, schedule.KV_BYTES[self.manifest.kernels[self.target].layout]
+        return schedule.bytes_per_step(m.spec, counted_sections(m), m.tp, tokens, position, kv_bytes)
 
     def step(self, tokens: Sequence[int], num_logits: int = 1) -> np.ndarray:
         """Runs tokens after what the cache holds; any number that fits the context.

@@ -188,17 +188,14 @@ def _summary(result: Result, text: str) -> dict[str, Any]:
 
 def stats(model: Model, result: Result) -> str:
     """Tokens, time a token, and beside it the time that reading a token's weights and cache takes at least."""
-    from mkpack import schedule
-    from mkpack.layout import counted_sections
-
     later = result.num_new_tokens - 1  # the first new token is the prefill's
     lines = [f"prompt: {_speed(result.num_prompt_tokens, result.prefill_s)}"]
     lines.append(
         f"new:    {result.num_new_tokens} tokens" + (f", then {_speed(later, result.decode_s)}" if later else "")
     )
-    manifest, bandwidth = model.manifest, model.read_bandwidth()
+    bandwidth = model.read_bandwidth()
     middle = result.num_cached_tokens + result.num_prompt_tokens + result.num_new_tokens // 2
-    nbytes = schedule.bytes_per_step(manifest.spec, counted_sections(manifest), manifest.tp, position=middle)
+    nbytes = model.bytes_per_step(position=middle)
     bound = nbytes / bandwidth
     reached = f", {bound / (result.decode_s / later):.0%} of it reached" if later and result.decode_s else ""
     lines.append(

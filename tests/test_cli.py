@@ -78,7 +78,6 @@ class FakeGeneration:
 
 class FakeModel:
     calls: list[Any] = []
-    manifest = types.SimpleNamespace(spec="spec", sections={"cpu": ["section"]}, tp=2)
 
     def __init__(self, path: Path, **options: Any) -> None:
         if not path.name.endswith(".mkpack"):
@@ -105,6 +104,9 @@ class FakeModel:
     def read_bandwidth(self) -> float:
         return 10e9
 
+    def bytes_per_step(self, position: int) -> float:
+        return 100e6 + position
+
 
 class FakeReport:
     def __init__(self, *call: Any) -> None:
@@ -121,17 +123,11 @@ def fake_modules() -> dict[str, Any]:
     """Attributes of the package mkpack that the commands use."""
     return {
         "load": FakeModel,
-        "schedule": types.SimpleNamespace(bytes_per_step=_bytes_per_step),
         "build": types.SimpleNamespace(build=_build),
         "plan": types.SimpleNamespace(plan=lambda recipe: FakeReport("plan", str(recipe))),
         "bench": types.SimpleNamespace(run=lambda path, **options: FakeReport(str(path), options)),
         "quality": types.SimpleNamespace(compare=lambda a, b, **options: FakeReport(str(a), str(b), options)),
     }
-
-
-def _bytes_per_step(spec: str, sections: list[str], tp: int, position: int) -> float:
-    assert (spec, sections, tp) == ("spec", ["section"], 2)
-    return 100e6 + position
 
 
 def _build(recipe: Path, output: str | None, force: bool, keep_work: bool, console: Any) -> Path:
@@ -267,8 +263,8 @@ def test_run_streams_the_answer(call: Any) -> None:
 
 
 def test_run_passes_what_was_given_and_nothing_else(call: Any) -> None:
-    flags = "--system Short --target cpu --threads 2 --context 64 --no-verify --max-new-tokens 5 --temperature 0.5 --top-k 4"
-    flags += " --top-p 0.9 --min-p 0.1 --repetition-penalty 1.1 --seed 7"
+    flags = "--system Short --target cpu --threads 2 --context 64 --no-verify --max-new-tokens 5 --temperature 0.5"
+    flags += " --top-k 4 --top-p 0.9 --min-p 0.1 --repetition-penalty 1.1 --seed 7"
     assert call("run", "a.mkpack", "-p", "Hi", *flags.split())[0] == 0
     given = {"target": "cpu", "threads": 2, "context": 64, "verify": False}
     assert FakeModel.calls[0] == ("load", "a.mkpack", given | NO_TRUST)

@@ -72,4 +72,6 @@ def test_text_stops_and_speed_from_an_unpacked_folder(artifact, tmp_path):
         stopped = list(model.generate_tokens("a b", raw=True, max_new_tokens=3, temperature=0.0, stop_tokens=[first]))
         assert stopped == [first]
         lines = session.stats(model, generation.result).splitlines()
+        kv = 2 * 2 * 2 * 64 * 2  # keys and values of 2 layers and 2 heads of 64, in bfloat16
+        assert model.bytes_per_step(position=9) - model.bytes_per_step() == 9 * kv
         assert "tokens/s" in lines[0] and lines[2].startswith("bound:  ") and "MB a token" in lines[2]

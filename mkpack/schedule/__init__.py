@@ -4,12 +4,13 @@
 compiled. codegen writes the order, the barriers and the buffer sizes into model.h from here; `mkpack graph` shows it.
 """
 
-from mkpack.schedule.cost import bytes_per_step, distinct_experts, phase_bytes
+from mkpack.schedule.cost import KV_BYTES, bytes_per_step, distinct_experts, phase_bytes
 from mkpack.schedule.cpu import cpu_schedule, phases
 from mkpack.schedule.ir import Buffer, Items, Phase, Schedule, Use, Wait
 from mkpack.schedule.validate import check, validate
 
 __all__ = [
+    "KV_BYTES",
     "Buffer",
     "Items",
     "Phase",

@@ -10,10 +10,10 @@ from mkpack.schedule.cpu import phases
 from mkpack.schedule.ir import Phase
 
 if TYPE_CHECKING:
-    from mkpack.manifest import Section
+    from mkpack.manifest import LayoutName, Section
     from mkpack.spec import ModelSpec
 
-KV_BYTES = 4  # the CPU target keeps keys and values in float32
+KV_BYTES: dict[LayoutName, int] = {"cpu": 4, "cuda": 2}  # CPUs keep keys and values in float32, GPUs in bfloat16
 
 
 def distinct_experts(num_experts: int, top_k: int, tokens: int) -> float:
@@ -21,13 +21,15 @@ def distinct_experts(num_experts: int, top_k: int, tokens: int) -> float:
     return num_experts * (1 - (1 - top_k / num_experts) ** tokens)
 
 
-def phase_bytes(spec: ModelSpec, phase: Phase, tokens: int = 1, position: int = 0) -> float:
+def phase_bytes(
+    spec: ModelSpec, phase: Phase, tokens: int = 1, position: int = 0, kv_bytes: int = KV_BYTES["cpu"]
+) -> float:
     """Bytes one phase must read for a step of `tokens` tokens after `position` earlier ones."""
     if phase.name == "attention":
         assert phase.layer is not None
         window = spec.layers[phase.layer].sliding_window
         seen = position if window is None else min(position, window - 1)  # a window counts the token itself
-        return phase.nbytes + 2 * seen * spec.kv_size * KV_BYTES
+        return phase.nbytes + 2 * seen * spec.kv_size * kv_bytes
     if phase.routed:
         assert spec.moe is not None
         return phase.nbytes * distinct_experts(spec.moe.num_experts, spec.moe.top_k, tokens) / spec.moe.num_experts
@@ -35,7 +37,13 @@ def phase_bytes(spec: ModelSpec, phase: Phase, tokens: int = 1, position: int = 
 
 
 def bytes_per_step(
-    spec: ModelSpec, sections: Iterable[Section], tp: int = 1, tokens: int = 1, position: int = 0
+    spec: ModelSpec,
+    sections: Iterable[Section],
+    tp: int = 1,
+    tokens: int = 1,
+    position: int = 0,
+    kv_bytes: int = KV_BYTES["cpu"],
 ) -> float:
-    """Bytes a step must read, all ranks together: weights once, and the keys and values of `position` tokens."""
-    return sum(phase_bytes(spec, p, tokens, position) for p in phases(spec, sections, tp))
+    """Bytes a step must read, all ranks together: weights once, and the keys and values of `position` tokens, kv_bytes
+    an element."""
+    return sum(phase_bytes(spec, p, tokens, position, kv_bytes) for p in phases(spec, sections, tp))
