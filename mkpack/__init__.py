@@ -10,7 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mkpack.loader import Model, load
+    from mkpack.loader import load
+    from mkpack.model import Model
 
 __version__ = "0.1.0"
 __all__ = ["Model", "__version__", "load"]

@@ -16,7 +16,8 @@ from pathlib import Path
 from mkpack import platform, schedule
 from mkpack.errors import UserError
 from mkpack.layout import counted_sections
-from mkpack.loader import Model, load
+from mkpack.loader import load
+from mkpack.model import Model
 
 DEFAULT_CONTEXTS = (128, 1024)
 NEW_TOKENS = 64

@@ -1,6 +1,6 @@
 """A compiled model in this process: library bytes -> calls of the ABI, with errors as exceptions.
 
-Knows nothing of artifacts, text or sampling defaults; loader.py puts those around it.
+Knows nothing of artifacts, text or sampling defaults; model.py puts those around it.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from mkpack.errors import UserError, visible
 
 if TYPE_CHECKING:
     from mkpack.generation import Generation, Result
-    from mkpack.loader import Model
+    from mkpack.model import Model
 
 _HELP = "/exit (or Ctrl-D) leaves, /reset forgets the conversation, /stats tells the speed of the last answer"
 _STOPS = {

@@ -20,7 +20,7 @@ from mkpack import platform
 from mkpack.artifact import Artifact, open_artifact
 from mkpack.formats import dequantise
 from mkpack.layout import Layout
-from mkpack.loader import Model
+from mkpack.model import Model
 from mkpack.models import model_spec
 from mkpack.pack import unpack
 from mkpack.spec import tensors

@@ -19,7 +19,8 @@ import mkpack
 from mkpack import platform
 from mkpack.artifact import extract
 from mkpack.errors import UserError
-from mkpack.loader import Model, load
+from mkpack.loader import load
+from mkpack.model import Model
 
 
 @pytest.fixture
