@@ -10,9 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import families
+import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+
+from mkpack.checkpoint import Checkpoint
+from mkpack.errors import UserError
+from mkpack.formats import Prequantised, dequantise
+from mkpack.models import model_spec
+from mkpack.quantize import quantise
+from mkpack.spec import TensorRole, tensors
 
 EXPERTS = ("gate_proj.weight", "up_proj.weight", "down_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")
 
@@ -160,3 +168,33 @@ def _text_files(source: Path, folder: Path) -> Path:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(source / name, folder)
     return folder
+
+
+def roles_of(folder: Path) -> list[TensorRole]:
+    return list(tensors(*model_spec(Checkpoint.open(folder).config)))
+
+
+def checked(folder: Path) -> Checkpoint:
+    checkpoint = Checkpoint.open(folder)
+    checkpoint.check(roles_of(folder))
+    return checkpoint
+
+
+def values(found: Prequantised | torch.Tensor) -> torch.Tensor:
+    """What a build quantises when it wants another format."""
+    return torch.from_numpy(dequantise(quantise(found, "f32")).copy())
+
+
+def notes(folder: Path) -> str:
+    """Where metadata and tensors disagree."""
+    return "\n".join(n for n in checked(folder).notes(roles_of(folder)) if "scales of activations" not in n)
+
+
+def refusal(folder: Path) -> str:
+    """The one line with which a checkpoint is refused, at its check or when it is read."""
+    with pytest.raises(UserError) as caught:
+        checkpoint = checked(folder)
+        for role in roles_of(folder):
+            quantise(checkpoint.read(role.source, role.part), "nvfp4" if role.precision == "experts" else "f32")
+    assert "\n" not in str(caught.value)
+    return str(caught.value)

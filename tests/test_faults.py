@@ -5,12 +5,12 @@
 - an expert without calibration tokens has an input scale of Inf, or a made-up one:
   test_prequantised: input_scales_have_no_part_in_it
 - a block scale is zero while its weights are not:
-  test_quantize: huge_and_tiny_blocks_survive; test_prequantised: refused_by_name
-- an exclude pattern disables everything, silently: test_prequantised: an_exclude_list_that_disables_everything
-- a router is quantised: here; test_prequantised: a_quantised_router_is_refused
+  test_quantize: huge_and_tiny_blocks_survive; test_prequantised_refusals: refused_by_name
+- an exclude pattern disables everything, silently: test_quant_config: an_exclude_list_that_disables_everything
+- a router is quantised: here; test_prequantised_refusals: a_quantised_router_is_refused
 - weight-only checkpoints without input scales: test_prequantised: compressed_tensors_says[NVFP4A16]
 - compressed-tensors' divisor is taken for a factor: test_prequantised: gate_and_up_keep_their_own_tensor_scales
-- metadata is believed, not the tensors: test_prequantised: "metadata and tensors"
+- metadata is believed, not the tensors: test_quant_config
 - the index names an absent shard: test_checkpoint, test_audit
 - a truncated file in the hub's cache is trusted: hub/test_source: a_truncated_file_in_the_cache_is_fetched_again
 - a float32 routing bias is rounded: here
