@@ -85,7 +85,15 @@ def test_config_is_absent(folder):
     assert "config.json is absent" in refused(folder)
 
 
-@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_hf_quant_config(folder):
+    assert Checkpoint.open(folder).hf_quant_config == {}
+    write(folder, "hf_quant_config.json", b'{"quantization": {"quant_algo": "NVFP4"}}')
+    checkpoint = Checkpoint.open(folder)
+    assert checkpoint.hf_quant_config == {"quantization": {"quant_algo": "NVFP4"}}
+    assert "hf_quant_config.json" in checkpoint.digests() and "hf_quant_config.json" not in checkpoint.aux_files()
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "hf_quant_config.json"])
 @pytest.mark.parametrize(
     ("text", "said"),
     [

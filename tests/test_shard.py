@@ -33,6 +33,12 @@ def test_a_sound_shard(tmp_path):
     )
 
 
+def test_an_entry_of_the_first_dimension():
+    info = TensorInfo("a", "F32", (3, 2, 5), NAME, 100, 120)
+    assert info.entry(0) == TensorInfo("a", "F32", (2, 5), NAME, 100, 40)
+    assert info.entry(2) == TensorInfo("a", "F32", (2, 5), NAME, 180, 40)
+
+
 def test_a_type_that_is_not_known_is_left_to_the_check(tmp_path):
     entry = {"dtype": "F6_E3M2", "shape": [16], "data_offsets": [0, 12]}
     tensors, problems = read(tmp_path, shard({"c": ("U8", [12])}, header={"c": entry}))
