@@ -24,8 +24,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mkpack import artifact as artifact_module
-from mkpack import container
-from mkpack.artifact import build_lock, clean_temporaries, extract, open_artifact, write_artifact
+from mkpack import container, platform
+from mkpack.artifact import Given, build_lock, clean_temporaries, extract, open_artifact, write_artifact
 from mkpack.digest import Digester
 from mkpack.errors import InternalError, UserError
 from mkpack.manifest import CHUNK, MANIFEST_NAME, Entry
@@ -429,3 +429,28 @@ def test_memory_of_an_entry_can_be_given_back(tmp_path: Path, unpacked: bool) ->
         a.drop("weights/rank-0.bin")
         assert resident() < len(blob) // 8
         assert view[-256:] == blob[-256:]
+
+
+@pytest.mark.parametrize("punched", [True, False])
+def test_a_file_that_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, punched: bool) -> None:
+    """The artifact is the same; the disk never holds the bytes twice where the file system can help that."""
+    blob = bytes(range(256)) * (32 << 10)
+    source = tmp_path / "blob"
+    source.write_bytes(blob)
+    kept, given = tmp_path / "kept.mkpack", tmp_path / "given.mkpack"
+    write_artifact(kept, [("weights/rank-0.bin", source)], manifest)
+    if punched and not platform.can_punch_holes(tmp_path):
+        pytest.skip("this file system keeps every block of a file")
+    if not punched:
+        monkeypatch.setattr(artifact_module, "can_punch_holes", lambda folder: False)
+        monkeypatch.setattr(artifact_module, "punch_hole", lambda fd, offset, length: False)
+    usage = shutil.disk_usage(tmp_path)._replace(free=len(blob))
+    monkeypatch.setattr(artifact_module.shutil, "disk_usage", lambda path: usage)
+    entries = [("weights/rank-0.bin", Given(source))]
+    if not punched:
+        with pytest.raises(UserError, match="GB of disk"):
+            write_artifact(given, entries, manifest)
+        monkeypatch.setattr(artifact_module.shutil, "disk_usage", lambda path: usage._replace(free=2 * len(blob)))
+    write_artifact(given, entries, manifest)
+    assert given.read_bytes() == kept.read_bytes()
+    assert (source.stat().st_blocks == 0) == punched

@@ -174,3 +174,25 @@ def test_native_says_what_is_missing(files: dict[str, str], monkeypatch: pytest.
 def test_a_command_that_hangs_is_given_up(tmp_path: Path) -> None:
     sleeper = program(tmp_path, "sleeper", "exec sleep 30")
     assert platform._output([str(sleeper)], timeout=0.2) is None
+
+
+def test_a_hole_gives_its_disk_back(tmp_path: Path) -> None:
+    if not platform.can_punch_holes(tmp_path):
+        pytest.skip("this file system keeps every block of a file")
+    path = tmp_path / "file"
+    path.write_bytes(b"x" * (1 << 20))
+    before = path.stat().st_blocks
+    with open(path, "r+b") as file:
+        assert platform.punch_hole(file.fileno(), 4096, 1 << 19)
+    assert path.stat().st_size == 1 << 20 and path.stat().st_blocks <= before - (1 << 19) // 512
+    assert path.read_bytes() == b"x" * 4096 + bytes(1 << 19) + b"x" * ((1 << 19) - 4096)
+
+
+def test_where_holes_cannot_be_punched(tmp_path: Path) -> None:
+    assert not platform.can_punch_holes(tmp_path / "absent")
+    read, write = os.pipe()
+    try:
+        assert not platform.punch_hole(write, 0, 4096)
+    finally:
+        os.close(read)
+        os.close(write)
