@@ -74,6 +74,16 @@ def test_a_checkpoint_that_is_not_quantised(plain, capsys):
         assert said in text
 
 
+@pytest.mark.parametrize("family", families.PLAIN)
+def test_every_family(tmp_path, family):
+    folder = families.make_checkpoint(tmp_path / "checkpoint", family)
+    found, state = audit(folder), families.checkpoint_tensors(folder)
+    assert (found.family, found.refused, found.scales, found.duplicates) == (family, [], {}, [])
+    counted = sum(p.nbytes for p in found.parts) + sum(a.nbytes for a in found.unused.values())
+    assert counted == sum(t.nbytes for t in state.values())
+    assert found.artifact_bytes and found.bytes_per_token and 0 < found.bytes_per_token <= found.artifact_bytes
+
+
 def test_scales_are_counted(compressed, capsys):
     state = load_file(compressed / "model.safetensors")
     scale = state[f"{NAME}.weight_scale"].view(torch.uint8).clone()
