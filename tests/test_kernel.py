@@ -284,9 +284,11 @@ def test_flushed_subnormals_in_the_calling_thread_do_not_change_a_bit(rich, expe
 # -- hostile numbers ---------------------------------------------------------------------------------------------------
 
 
-def test_numbers_out_of_bounds_stay_in_their_own_sequence(compiled, tmp_path):
+@pytest.mark.parametrize("newer", [False, True])
+def test_numbers_out_of_bounds_stay_in_their_own_sequence(newer, compiled, tmp_path):
     """Infinite and NaN activations: every expert is still chosen once, and nothing of it is left for what follows."""
     spec = tiny_spec(hidden_size=48, num_attention_heads=3, num_key_value_heads=3, vocab_size=64)
+    spec = NEWER if newer else spec
     layout = Layout(spec, precision("bf16", experts="nvfp4"))
     weights = Weights.random(layout)
     embed = weights.tensors["embed"].data

@@ -10,9 +10,15 @@ from hypothesis import strategies as st
 
 from mkpack.errors import UserError
 from mkpack.layout import SECTION_ALIGN, TILE_ROWS, Layout, scale_floats, split_heads, tile_bytes
-from mkpack.spec import LayerSpec, ModelSpec, MoeSpec
+from mkpack.spec import LayerSpec, ModelSpec, MoeSpec, SandwichSpec
 
 FORMATS = st.sampled_from(["f32", "bf16", "fp8", "nvfp4"])
+
+
+_FLAGS = (
+    *("qk_norm", "qk_norm_weight", "qkv_bias", "o_bias", "attention_sinks", "attention_out_norm", "attention_gate"),
+    *("embed_norm", "centered_norms"),
+)
 
 
 @st.composite
@@ -33,15 +39,20 @@ def specs(draw: st.DrawFn, tp: int) -> ModelSpec:
         num_key_value_heads=kv,
         head_dim=2 * draw(st.integers(1, 13)),
         tie_word_embeddings=draw(st.booleans()),
-        qk_norm=draw(st.booleans()),
-        qkv_bias=draw(st.booleans()),
-        o_bias=draw(st.booleans()),
+        **{name: draw(st.booleans()) for name in _FLAGS},
+        qk_norm_over=draw(st.sampled_from(["head", "projection"])),
+        sandwich=draw(st.sampled_from([None, SandwichSpec(eps=1e-8, gate_temperature=0.3, gate_floor=1e-3)])),
         layers=layers,
         moe=MoeSpec(
             num_experts=draw(st.integers(1, 20)),
             top_k=1,
             intermediate_size=draw(st.integers(2, 70)),
             norm_topk_prob=False,
+            scoring=draw(st.sampled_from(["softmax", "sigmoid"])),
+            router_bias=draw(st.booleans()),
+            choice_bias=draw(st.booleans()),
+            expert_bias=draw(st.booleans()),
+            hidden_size=draw(st.sampled_from([None, 33, 96])),
         ),
         dense_intermediate_size=draw(st.integers(2, 70)),
     )
@@ -74,11 +85,11 @@ def test_sections_are_aligned_in_order_and_do_not_overlap(layout):
             assert s.name + ".scale" not in layout
 
 
-def replicated(layout: Layout, tensor: str) -> bool:
-    return not any(
-        tensor.endswith(e)
-        for e in (".q", ".k", ".v", ".o", "q_bias", "k_bias", "v_bias", "gate", "up", "down", "lm_head")
-    )
+# The last parts of the names of tensors that are split along N; all others are held whole by every rank.
+_SPLIT = {
+    *("q", "k", "v", "o", "q_bias", "k_bias", "v_bias", "attn_gate", "pre_proj", "post_proj", "lm_head"),
+    *("gate", "up", "down", "gate_bias", "up_bias", "down_bias"),
+}
 
 
 @settings(deadline=None)
@@ -97,14 +108,17 @@ def test_every_row_has_one_home_and_no_two_share_a_place(layout):
             used[section, rank] |= places
             if section == homes[0][0]:
                 seen[rank, piece.row : piece.row + piece.rows] += 1
-        if replicated(layout, role.name):
+        part = role.name.split(".")[-1]
+        if part not in _SPLIT:
             assert (seen == 1).all()
-        elif role.name.split(".")[-1] in ("k", "v", "k_bias", "v_bias"):
+        elif part in ("k", "v", "k_bias", "v_bias"):
             assert seen.max() == 1 and (seen.sum(axis=0) == layout.heads.replicas).all()
         else:
             assert (seen.sum(axis=0) == 1).all()
     for (section, _), places in used.items():
-        if section != "embed":  # the embedding has tiles to spare, so that a tied head splits evenly
+        if section.endswith("qkv_bias"):  # the attention gate has none
+            assert len(places) == layout.tiles(section) - (layout.qkv_tiles()[0] if layout.spec.attention_gate else 0)
+        elif section != "embed":  # the embedding has tiles to spare, so that a tied head splits evenly
             assert len(places) == layout.tiles(section)
 
 

@@ -21,11 +21,25 @@ from mkpack.layout import Layout
 from mkpack.manifest import Limits
 from mkpack.models import model_spec
 from mkpack.schedule import Phase, Schedule, Use, bytes_per_step, distinct_experts, phase_bytes, phases, validate
-from mkpack.spec import LayerSpec
+from mkpack.spec import LayerSpec, ModelSpec
 
 ATTENTION = ["qkv", "attention", "combine", "output"]
 MOE, DENSE = [*ATTENTION, "router", "gate_up", "down"], [*ATTENTION, "gate_up", "down"]
-REPLICATED = {"attn_norm", "q_norm", "k_norm", "o_bias", "mlp_norm", "router", "final_norm", "embed"}
+SPLIT = {
+    *("qkv", "qkv_bias", "o", "pre_proj", "gate_up", "gate_up_bias", "down", "down_bias", "post_proj", "lm_head"),
+}
+
+
+def layer_phases(spec: ModelSpec, moe: bool) -> list[str]:
+    """Of one layer, in order."""
+    names = list(MOE if moe else DENSE)
+    if moe and spec.moe and spec.moe.hidden_size:
+        names.insert(names.index("gate_up"), "pre_proj")
+        names.append("post_proj")
+    if spec.sandwich:
+        names.insert(names.index("output") + 1, "attn_residual")
+        names.append("mlp_residual")
+    return names
 
 
 def scheduled(layout: Layout, context: int = 300, tokens: int = 16) -> Schedule:
@@ -42,7 +56,7 @@ def test_every_section_is_read_once_in_blob_order(layout):
     assert [n for n in order if n not in head] == stored
     assert (head & set(order) != set()) == layout.tied
     names = [(p.name, p.layer) for p in found]
-    layers = [(n, i) for i, layer in enumerate(layout.spec.layers) for n in (MOE if layer.moe else DENSE)]
+    layers = [(n, i) for i, layer in enumerate(layout.spec.layers) for n in layer_phases(layout.spec, layer.moe)]
     assert names == [("embed", None), *layers, ("head", None), ("sample", None)]
 
 
@@ -52,7 +66,7 @@ def test_bytes_are_those_of_all_ranks(layout):
     sizes = {s.name: s.nbytes for s in layout.sections}
     for phase in phases(layout.spec, layout.sections, layout.tp):
         kinds = {n: n.removesuffix(".scale").split(".")[-1] for n in phase.sections}
-        assert phase.nbytes == sum(sizes[n] * (1 if kind in REPLICATED else layout.tp) for n, kind in kinds.items())
+        assert phase.nbytes == sum(sizes[n] * (layout.tp if kind in SPLIT else 1) for n, kind in kinds.items())
         assert phase.routed == (
             phase.name in ("gate_up", "down") and phase.layer is not None and layout.spec.layers[phase.layer].moe
         )

@@ -131,7 +131,9 @@ class _Step:
 
     def phases(self) -> list[Phase]:
         tokens, vocab = self.tokens, ceil_div(self.spec.vocab_size, TILE_ROWS)
-        last = f"layers.{len(self.spec.layers) - 1}.{'mlp_residual' if self.spec.sandwich else 'down'}"
+        narrow = self.spec.layers[-1].moe and self.spec.moe and self.spec.moe.hidden_size
+        last = "mlp_residual" if self.spec.sandwich else "post_proj" if narrow else "down"
+        last = f"layers.{len(self.spec.layers) - 1}.{last}"
         result = [
             Phase(
                 "embed",
