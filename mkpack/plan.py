@@ -91,6 +91,14 @@ class Plan:
         return max(self._quantising_bytes, self._measuring_bytes)
 
     @property
+    def gpu_bytes(self) -> int | None:
+        """What a GPU must hold at least, weights and the KV cache; None without a GPU target."""
+        if "cuda" not in self.layouts:
+            return None
+        elements = 2 * self.recipe.limits.context * self.spec.kv_size * len(self.spec.layers)
+        return self.layouts["cuda"].nbytes + schedule.KV_BYTES["cuda"] * elements
+
+    @property
     def mapped_bytes(self) -> int:
         """Blobs that are mapped while the quality is measured; the system may drop and read them again."""
         return self.layout.nbytes * self.layout.tp + self.quality.reference.nbytes if self.quality else 0
@@ -190,6 +198,7 @@ class Plan:
                 "artifact_bytes": self.artifact_bytes,
                 "disk_bytes": self.disk_bytes,
                 "memory_bytes": self.memory_bytes,
+                "gpu_bytes": self.gpu_bytes,
                 "bytes_per_token": round(self.bytes_per_token()),
                 "bytes_per_step_of_16": round(self.bytes_per_token(16)),
             },
@@ -218,6 +227,8 @@ class Plan:
             "bound": f"{per_token / 1e6:,.1f} MB read per token: at most {1e11 / per_token:,.1f} tokens/s "
             f"for every 100 GB/s of read bandwidth",
         }
+        if self.gpu_bytes is not None:
+            rows["GPU memory"] = f"{self.gpu_bytes / 1e6:,.1f} MB for weights and KV cache, and what CUDA takes itself"
         if spec.tie_word_embeddings and not self.layout.tied:
             rows["head"] = "tied to the embedding, stored a second time because their precisions differ"
         width = max(map(len, rows)) + 2

@@ -124,6 +124,9 @@ def test_a_gpu_target_alone_packs_nothing_for_cpus(compiled, machine, checkpoint
         assert list(m.sections) == ["cuda"] and [w.path for w in m.weights] == ["weights/cuda-0.bin"]
         assert todo.artifact_bytes == m.weights[0].nbytes < path.stat().st_size < todo.disk_bytes
         assert sum(todo.bytes_by_format().values()) == sum(s.nbytes for s in m.sections["cuda"])
+    kv_cache = 2 * 2 * 128 * 64 * 2  # keys and values of 128 positions, 64 wide, of 2 layers, in bfloat16
+    assert todo.gpu_bytes == todo.artifact_bytes + kv_cache == json.loads(todo.to_json())["gpu_bytes"]
+    assert f"GPU memory   {todo.gpu_bytes / 1e6:,.1f} MB" in todo.render()
     assert "for GPUs" in todo.render() and "for CPUs" not in todo.render()
     extract(path, tmp_path / "folder")
     for place in (path, tmp_path / "folder"):
