@@ -13,8 +13,6 @@
 #define __forceinline__ inline __attribute__((always_inline))
 #define __launch_bounds__(...)
 #define __grid_constant__
-#define __constant__ static const
-#define __restrict__ __restrict
 #define __align__(n) __attribute__((aligned(n)))
 // Static shared memory exists once, so a kernel that has some runs one block after the other: see launch().
 #define __shared__ static
@@ -35,21 +33,11 @@
     T x, y, z, w;                                                           \
   };                                                                        \
   constexpr name make_##name(T x, T y, T z, T w) { return {x, y, z, w}; }
-EMULATOR_VECTOR2(uchar2, unsigned char)
-EMULATOR_VECTOR2(ushort2, unsigned short)
-EMULATOR_VECTOR2(short2, short)
 EMULATOR_VECTOR2(int2, int)
 EMULATOR_VECTOR2(uint2, unsigned)
 EMULATOR_VECTOR2(float2, float)
-EMULATOR_VECTOR2(double2, double)
-EMULATOR_VECTOR2(longlong2, long long)
 EMULATOR_VECTOR2(ulonglong2, unsigned long long)
-EMULATOR_VECTOR3(int3, int)
 EMULATOR_VECTOR3(uint3, unsigned)
-EMULATOR_VECTOR3(float3, float)
-EMULATOR_VECTOR4(uchar4, unsigned char)
-EMULATOR_VECTOR4(ushort4, unsigned short)
-EMULATOR_VECTOR4(short4, short)
 EMULATOR_VECTOR4(int4, int)
 EMULATOR_VECTOR4(uint4, unsigned)
 EMULATOR_VECTOR4(float4, float)
@@ -109,15 +97,12 @@ EMULATOR_API void launch(const void* kernel, dim3 blocks, dim3 threads, size_t s
 #define blockIdx (emulator::here->block)
 #define blockDim (emulator::here->threads)
 #define gridDim (emulator::here->blocks)
-constexpr int warpSize = 32;
 
 // ---- warps and blocks ----------------------------------------------------------------------------------------------
 // Macros and always-inlined functions, so that the machine sees the kernel's address as its caller.
 __forceinline__ void __syncthreads() { emulator::sync_block(); }
 __forceinline__ void __syncwarp(uint32_t mask = ~0u) { emulator::sync_warp(mask); }
 __forceinline__ void __threadfence() { emulator::fence(); }
-__forceinline__ void __threadfence_block() { emulator::fence(); }
-__forceinline__ void __threadfence_system() { emulator::fence(); }
 __forceinline__ void __nanosleep(unsigned ns) { emulator::sleep(ns); }
 __forceinline__ uint64_t __cvta_generic_to_shared(const void* p) { return emulator::shared_address(p); }
 
@@ -199,18 +184,6 @@ template <class T>
 __forceinline__ T __ldcg(const T* p) {
   return *p;
 }
-template <class T>
-__forceinline__ T __ldcs(const T* p) {
-  return *p;
-}
-template <class T>
-__forceinline__ void __stcg(T* p, T v) {
-  *p = v;
-}
-template <class T>
-__forceinline__ void __stcs(T* p, T v) {
-  *p = v;
-}
 namespace emulator {
 template <class T>
 __forceinline__ T replace(T* p, T v) {
@@ -251,10 +224,6 @@ template <class T>
 __forceinline__ T atomicOr(T* p, std::type_identity_t<T> v) {
   return emulator::replace(p, (T)(*(volatile T*)p | v));
 }
-template <class T>
-__forceinline__ T atomicAnd(T* p, std::type_identity_t<T> v) {
-  return emulator::replace(p, (T)(*(volatile T*)p & v));
-}
 
 // ---- arithmetic ----------------------------------------------------------------------------------------------------
 __forceinline__ float __uint_as_float(uint32_t u) { return __builtin_bit_cast(float, u); }
@@ -279,23 +248,9 @@ __forceinline__ uint32_t __funnelshift_r(uint32_t low, uint32_t high, uint32_t n
   return (uint32_t)(((uint64_t)high << 32 | low) >> (n & 31));
 }
 __forceinline__ int __popc(uint32_t v) { return __builtin_popcount(v); }
-__forceinline__ int __clz(int v) { return v ? __builtin_clz((unsigned)v) : 32; }
-__forceinline__ int __ffs(int v) { return __builtin_ffs(v); }
-__forceinline__ uint32_t __umulhi(uint32_t a, uint32_t b) { return (uint32_t)((uint64_t)a * b >> 32); }
 __forceinline__ float rsqrtf(float x) { return 1.f / sqrtf(x); }
 __forceinline__ float __expf(float x) { return expf(x); }
-__forceinline__ float __exp2f(float x) { return exp2f(x); }
-__forceinline__ float __logf(float x) { return logf(x); }
-__forceinline__ float __log2f(float x) { return log2f(x); }
-__forceinline__ float __sinf(float x) { return sinf(x); }
-__forceinline__ float __cosf(float x) { return cosf(x); }
-__forceinline__ float __powf(float x, float y) { return powf(x, y); }
 __forceinline__ float __fdividef(float a, float b) { return a / b; }
-__forceinline__ float __frcp_rn(float a) { return 1.f / a; }
-__forceinline__ float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
-__forceinline__ float __fmul_rn(float a, float b) { return a * b; }
-__forceinline__ float __fadd_rn(float a, float b) { return a + b; }
-__forceinline__ float __saturatef(float x) { return x > 0 ? x < 1 ? x : 1 : 0; }
 #define EMULATOR_MIN_MAX(T, A, B)                                          \
   constexpr T min(A a, B b) { return (T)a < (T)b ? (T)a : (T)b; }          \
   constexpr T max(A a, B b) { return (T)a < (T)b ? (T)b : (T)a; }

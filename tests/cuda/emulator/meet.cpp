@@ -100,8 +100,10 @@ const Meeting kVotes[] = {
     {"__all_sync", [](Warp& w, uint32_t l) { return fold(w, l, [](uint32_t a, uint32_t b) { return a & b; }); }},
     {"__ballot_sync", finish_ballot},
     {"__match_any_sync", finish_equal},
-    {"__reduce_max_sync", [](Warp& w, uint32_t l) { return fold(w, l, [](uint32_t a, uint32_t b) { return std::max(a, b); }); }},
-    {"__reduce_min_sync", [](Warp& w, uint32_t l) { return fold(w, l, [](uint32_t a, uint32_t b) { return std::min(a, b); }); }},
+    {"__reduce_max_sync",
+     [](Warp& w, uint32_t l) { return fold(w, l, [](uint32_t a, uint32_t b) { return std::max(a, b); }); }},
+    {"__reduce_min_sync",
+     [](Warp& w, uint32_t l) { return fold(w, l, [](uint32_t a, uint32_t b) { return std::min(a, b); }); }},
     {"signed __reduce_max_sync",
      [](Warp& w, uint32_t l) {
        return fold(w, l, [](uint32_t a, uint32_t b) { return (uint32_t)std::max((int)a, (int)b); });

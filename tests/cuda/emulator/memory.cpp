@@ -51,6 +51,18 @@ void add(const Event& e, uint64_t due) {
 // By address: stores to one place become visible in their order.
 uint64_t last_store[1 << 16];
 
+// Stores that are under way become visible, anybody's: they come before what is released now.
+void show_stores() {
+  for (uint64_t turn = machine.turn + 1; turn <= machine.turn + kHorizon; turn++)
+    std::erase_if(machine.events[turn % kHorizon], [](const Event& e) {
+      if (e.from) return false;
+      *(uint64_t*)e.to = e.value;
+      machine.pending--;
+      return true;
+    });
+  progress();
+}
+
 }  // namespace
 
 void run_events() {
@@ -127,21 +139,15 @@ void store_later(uint64_t* to, uint64_t value) {
   race::relaxed_store(*machine.running->warp, to);
   add({(uint8_t*)to, nullptr, value, 8, 0, nullptr, 0}, due);
 }
-// What anybody stored before is visible before the releasing store is.
 void release(const void* to) {
   race::release(*machine.running->warp, to);
-  for (std::vector<Event>& events : machine.events) {
-    std::erase_if(events, [](const Event& e) {
-      if (e.from) return false;
-      *(uint64_t*)e.to = e.value;
-      machine.pending--;
-      return true;
-    });
-  }
-  progress();
+  show_stores();
 }
 void acquire(const void* from) { race::acquire(*machine.running->warp, from); }
-void fence() { race::fence(*machine.running->warp); }
+void fence() {
+  race::fence(*machine.running->warp);
+  show_stores();
+}
 void atomic(const void* p) {
   race::relaxed_load(*machine.running->warp, p);
   race::relaxed_store(*machine.running->warp, p);
@@ -149,11 +155,12 @@ void atomic(const void* p) {
 void polled(const void* from, size_t bytes) {
   if ((uintptr_t)from % bytes) fail("a load of %zu bytes from %p", bytes, from);
   Lane& l = *machine.running;
+  if (++l.loads >= kPolls) {
+    l.doing = {"polls", SITE};
+    l.warp->spins = true;
+    leave(State::ready);
+  }
   for (size_t i = 0; i < bytes; i += 8) race::relaxed_load(*l.warp, (const uint8_t*)from + i);
-  if (++l.loads < kPolls) return;
-  l.doing = {"polls", SITE};
-  l.warp->spins = true;
-  leave(State::ready);
 }
 
 }  // namespace emulator

@@ -1,7 +1,8 @@
-// Finds accesses to one place that nothing orders, in kernels compiled with -fsanitize=thread: the compiler then calls a
-// function at every access, which race.cpp provides (the sanitizer's own library is not linked). A warp has a vector
-// clock; what publishes and what learns in machine.cpp says so here. Lanes of a warp are ordered by __syncwarp and
-// barriers only. Volatile accesses and relaxed atomics are never part of a race. Without such a kernel nothing here acts.
+// Finds accesses to one place that nothing orders, in kernels compiled with -fsanitize=thread: the compiler then calls
+// a function at every access, which race.cpp provides (the sanitizer's own library is not linked). A warp has a vector
+// clock; machine.cpp, meet.cpp and memory.cpp say here what publishes and what learns. Lanes of a warp are ordered by
+// __syncwarp and barriers only. Volatile accesses and relaxed atomics are never part of a race. Without such a kernel
+// nothing here acts.
 #pragma once
 #include <cstddef>
 #include <cstdint>

@@ -28,7 +28,8 @@ std::string source(const void* site) {
       std::string s = line;
       s.erase(s.find_last_not_of("\n") + 1);
       if (const size_t p = s.find(" (inlined by) "); p == 0) s.erase(0, 14);
-      if (const size_t open = s.find('('), end = s.rfind(" at "); open < end && end != s.npos) s.erase(open, end - open);
+      const size_t arguments = s.find('('), end = s.rfind(" at ");
+      if (arguments < end && end != s.npos) s.erase(arguments, end - arguments);
       text += (text.empty() ? "" : " <- ") + s;
     }
     pclose(f);
@@ -43,10 +44,11 @@ namespace {
 std::string detail(const Block& b, const Doing& d, State state) {
   char text[160] = "";
   const std::string what = d.what;
-  if (what == "mbarrier wait") {
+  if (what == "mbarrier wait" && d.barrier < kSharedBase + machine.shared_bytes) {
     const uint32_t at = d.barrier - kSharedBase;
     const Mbarrier& m = *(const Mbarrier*)(b.shared + at);
-    snprintf(text, sizeof text, " for parity %u of the one at byte %u (phase %u, %u of %u arrivals and %ld bytes missing)",
+    snprintf(text, sizeof text,
+             " for parity %u of the one at byte %u (phase %u, %u of %u arrivals and %ld bytes missing)",
              d.detail, at, (unsigned)m.phase, (unsigned)m.pending, (unsigned)m.expected, (long)m.bytes);
   } else if (what == "bar.sync" || what == "bar.arrive") {
     snprintf(text, sizeof text, " %u (%u of %u threads there)", d.barrier, b.barriers[d.barrier].arrived,

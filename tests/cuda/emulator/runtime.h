@@ -17,13 +17,7 @@ enum cudaError_t {
   cudaErrorNotReady = 600,
   cudaErrorCooperativeLaunchTooLarge = 720,
 };
-enum cudaMemcpyKind {
-  cudaMemcpyHostToHost,
-  cudaMemcpyHostToDevice,
-  cudaMemcpyDeviceToHost,
-  cudaMemcpyDeviceToDevice,
-  cudaMemcpyDefault
-};
+enum cudaMemcpyKind { cudaMemcpyHostToDevice = 1, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
 enum { cudaStreamNonBlocking = 1 };
 enum { cudaHostAllocDefault, cudaHostAllocPortable, cudaHostAllocMapped };
