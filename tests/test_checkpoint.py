@@ -12,13 +12,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from shards import POINTER, shard
 
 from mkpack.checkpoint import INDEX, SINGLE, Checkpoint, index_shards
 from mkpack.errors import UserError
-from mkpack.spec import TensorRole
+from mkpack.spec import SourcePart, TensorRole
 
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
@@ -371,3 +373,38 @@ def test_no_index_crashes(value):
     text = value if isinstance(value, bytes) else json.dumps({"weight_map": value}).encode()
     weight_map, problems = index_shards(text)
     assert problems or all(v.endswith(".safetensors") for v in weight_map.values())
+
+
+# -- parts of fused tensors ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_parts_of_fused_tensors_are_read_alone(tmp_path, dtype):
+    """Of experts [3 experts, out or in, in or out]: only the bytes of one are read, and the rest of the file is not."""
+    whole = torch.randn(3, 6, 10, generator=torch.Generator().manual_seed(1)).to(getattr(torch, dtype))
+    biases = torch.arange(18.0).reshape(3, 6).to(getattr(torch, dtype))
+    save_file({"experts": whole, "biases": biases}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    checkpoint = Checkpoint.open(tmp_path)
+    above = SourcePart((3, 6, 10), 1, range(3))
+    odd = SourcePart((3, 6, 10), 2, range(1, 10, 2), transposed=True)
+    bias = SourcePart((3, 6), 2, range(0, 6, 2))
+    assert torch.equal(checkpoint.read("experts", above), whole[1, :3]) and above.shape == (3, 10)
+    assert torch.equal(checkpoint.read("experts", odd), whole[2].T[1::2]) and odd.shape == (5, 6)
+    assert torch.equal(checkpoint.read("biases", bias), biases[2, ::2]) and bias.shape == (3,)
+    asked = []
+    with pytest.MonkeyPatch.context() as patch:
+        plain = Checkpoint.read_bytes
+        patch.setattr(Checkpoint, "read_bytes", lambda self, info: asked.append(info.nbytes) or plain(self, info))
+        checkpoint.read("experts", odd)
+    assert asked == [whole[2].nbytes]
+
+
+def test_a_fused_tensor_of_another_shape_is_refused_once(tmp_path):
+    save_file({"experts": torch.zeros(3, 6, 9)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    parts = [SourcePart((3, 6, 10), e, range(start, start + 3)) for e in range(3) for start in (0, 3)]
+    roles = [TensorRole(f"part{i}", "experts", part.shape, "experts", None, part) for i, part in enumerate(parts)]
+    with pytest.raises(UserError) as error:
+        Checkpoint.open(tmp_path).check(roles)
+    assert str(error.value).count("expected shape [3, 6, 10] by config.json, found [3, 6, 9]") == 1

@@ -144,6 +144,49 @@ NEWER = tiny_spec(
 )
 
 
+# Features apart that no family has apart.
+APART = {
+    "narrow experts without a sandwich, softmax with a choice bias": tiny_spec(
+        moe={
+            "hidden_size": 24,
+            "expert_norm_eps": 1e-6,
+            "choice_bias": True,
+            "norm_topk_prob": False,
+            "num_experts": 18,
+        },
+        layers=[LayerSpec(moe=True), LayerSpec(moe=True)],
+    ),
+    "sandwich around experts of full width": tiny_spec(
+        **{"qk_norm": True, "qk_norm_over": "projection", "qk_norm_weight": False, "attention_gate": True},
+        sandwich=SandwichSpec(eps=1e-5, gate_temperature=1.0, gate_floor=0.5),
+        moe={"scoring": "sigmoid", "norm_topk_prob": False, "router_scale": 2.0},
+        layers=[LayerSpec(moe=True, rope=False), LayerSpec(moe=False)],
+        dense_intermediate_size=56,
+    ),
+    "sinks with a window of one position": tiny_spec(
+        **{"attention_sinks": True, "attention_out_norm": True, "logit_softcap": 1.0},
+        moe={"swiglu": SwigluSpec(alpha=1.0, limit=0.1, up_offset=0.0), "routed_scaling_factor": 0.5},
+        layers=[LayerSpec(moe=True, sliding_window=1), LayerSpec(moe=True)],
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def apart_kernels(compiled):
+    layouts = {name: Layout(spec, precision("bf16", experts="nvfp4")) for name, spec in APART.items()}
+    paths = compiled.paths([(layout, LIMITS, kernels.TARGETS[0]) for layout in layouts.values()], fast=True)
+    return dict(zip(layouts, zip(layouts.values(), paths, strict=True), strict=True))
+
+
+@pytest.mark.parametrize("name", APART)
+def test_features_apart_are_those_of_the_slow_twin(name, apart_kernels, tmp_path):
+    layout, kernel = apart_kernels[name]
+    weights, tokens = Weights.random(layout, seed=1), prompt(layout, 37)
+    with running(kernel, layout, LIMITS, weights.blobs(tmp_path)) as model:
+        ours = model.run(tokens)
+    assert error(ours, plain_model.logits(layout.spec, weights.plain(), tokens)) < SEEN
+
+
 def test_newer_features_keep_their_bits_however_the_work_is_cut(compiled, tmp_path):
     """Ranks, threads, chunks, steps of another size and instruction sets; and the twin agrees."""
     layouts = {tp: Layout(NEWER, RICH_MIX, tp) for tp in (1, 3, 6)}
