@@ -290,7 +290,6 @@ def test_a_hub_that_refuses_a_step(hub, client, artifact, status, said, step):
 
 def test_short_faults_are_overcome(hub, client, artifact):
     hub.fail("PUT", times=2, status=503)
-    hub.fail("preupload", times=1, status=500)
     commit(client.push(artifact, REPO))
 
 

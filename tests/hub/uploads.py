@@ -64,7 +64,7 @@ class Uploads:
         if repo in self.repos:
             return refuse(409, "", "You already created this model repo")
         self.commit(repo, {".gitattributes": b"*.bin filter=lfs diff=lfs merge=lfs -text\n"})
-        self.repos[repo].private = asked.get("visibility") == "private"
+        self.repos[repo].private = asked.get("visibility") == "private" or bool(asked.get("private"))
         self.repos[repo].readers = set(self.tokens)
         return json_response({"url": f"{self.url}/{repo}", "name": repo, "id": repo})
 
