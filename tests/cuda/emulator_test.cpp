@@ -129,6 +129,18 @@ __global__ void ring(const uint8_t* src) {
   }
 }
 
+// Lanes copy 16 bytes each; the bytes are there when a lane has waited for its own.
+__global__ void small_copies(const uint8_t* src) {
+  MK_DYNAMIC_SHARED(raw);
+  emulator::copy_16(raw + 16 * threadIdx.x, src + 16 * threadIdx.x);
+  CHECK(((volatile uint8_t*)raw)[16 * threadIdx.x + 3] == 0xFF);
+  emulator::copies_done();
+  for (int i = 0; i < 16; i++) CHECK(raw[16 * threadIdx.x + i] == src[16 * threadIdx.x + i]);
+  __syncthreads();
+  const int other = (int)threadIdx.x ^ 33;
+  CHECK(raw[16 * other] == src[16 * other]);
+}
+
 // ---- between blocks ------------------------------------------------------------------------------------------------
 // Every block publishes words {value, epoch}, waits for those of all others, and goes on.
 __global__ void exchange(uint64_t* words, int epochs) {
@@ -319,6 +331,7 @@ int main(int argc, char** argv) {
   for (int i = 0; i < kPages * kPage; i++) pages[i] = (uint8_t)(i / kPage + i % kPage);
   uint8_t* device_pages = (uint8_t*)device_words(pages.size() / 8);
   CHECK(cudaMemcpy(device_pages, pages.data(), pages.size(), cudaMemcpyHostToDevice) == cudaSuccess);
+  run(2, 64, 1024, small_copies, (const uint8_t*)device_pages);
   for (int i = 0; i < 10; i++) run(3, 96, sizeof(RingShared), ring, (const uint8_t*)device_pages);
   for (int i = 0; i < 10; i++) {
     uint64_t* words = device_words(4 * 5);

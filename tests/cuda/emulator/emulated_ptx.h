@@ -31,6 +31,8 @@ __device__ __forceinline__ void bulk_copy(uint32_t dst, const void* src, uint32_
   emulator::bulk_copy(dst, src, bytes, bar);
 }
 __device__ __forceinline__ void bulk_prefetch(const void* src, uint32_t bytes) { emulator::bulk_prefetch(src, bytes); }
+__device__ __forceinline__ void copy_16(void* to, const void* from) { emulator::copy_16(to, from); }
+__device__ __forceinline__ void copies_done() { emulator::copies_done(); }
 
 // ---- global memory without L1, relaxed at GPU scope ----------------------------------------------------------------
 __device__ __forceinline__ void store_relaxed(uint64_t* p, uint64_t v) { emulator::store_later(p, v); }

@@ -78,6 +78,8 @@ EMULATOR_API void mbarrier_arrive(uint32_t bar, uint32_t count);
 EMULATOR_API void mbarrier_expect(uint32_t bar, uint32_t bytes);
 EMULATOR_API bool mbarrier_try_wait(uint32_t bar, uint32_t parity);
 EMULATOR_API void bulk_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t bar);
+EMULATOR_API void copy_16(void* to, const void* from);  // arrives at the lane's copies_done
+EMULATOR_API void copies_done();
 EMULATOR_API void bulk_prefetch(const void* from, uint32_t bytes);
 EMULATOR_API void store_later(uint64_t* to, uint64_t value);
 EMULATOR_API void release(const void* to);  // before a store or an atomic that publishes what came before it

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <map>
 #include <string>
+#include <utility>
 #include <vector>
 #include "emulator.h"
 #include "fiber.h"
@@ -33,6 +34,7 @@ struct Lane {
   State state;
   Doing doing;
   uint32_t loads;  // relaxed loads since it last gave way
+  std::vector<std::pair<uint8_t*, const uint8_t*>> copies;  // of 16 bytes, under way: to, from
 };
 
 struct Warp {

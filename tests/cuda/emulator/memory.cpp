@@ -125,6 +125,21 @@ void bulk_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t bar) {
   b.copies++;
   add({p, (const uint8_t*)from, 0, bytes, bar, &b, time}, machine.turn + some_turns());
 }
+void copy_16(void* to, const void* from) {
+  if ((uintptr_t)to % 16 || (uintptr_t)from % 16) fail("a copy of 16 bytes from %p to %p", from, to);
+  shared_at(*machine.running->warp->block, shared_address(to), 16, 16, "copy of 16 bytes");
+  race::access(from, 16, false, SITE);
+  race::access(to, 16, true, SITE);
+  memset(to, 0xFF, 16);
+  machine.running->copies.emplace_back((uint8_t*)to, (const uint8_t*)from);
+}
+void copies_done() {
+  for (const auto& [to, from] : machine.running->copies) {
+    race::access(to, 16, true, SITE);
+    memcpy(to, from, 16);
+  }
+  machine.running->copies.clear();
+}
 void bulk_prefetch(const void* from, uint32_t bytes) {
   if (bytes % 16 || (uintptr_t)from % 16) fail("a prefetch of %u bytes from %p", bytes, from);
   for (uint32_t i = 0; i < bytes; i += 4096) (void)*((const volatile uint8_t*)from + i);

@@ -110,6 +110,8 @@ void touch(const uint8_t* p, size_t bytes, Access now, bool writes, const Knowle
   }
 }
 
+}  // namespace
+
 void access(const void* address, size_t bytes, bool writes, const void* site) {
   const Lane* l = machine.running;
   if (!running || !l) return;
@@ -119,9 +121,6 @@ void access(const void* address, size_t bytes, bool writes, const void* site) {
   const Knowledge& k = l->warp->knowledge;
   touch(p, bytes, {k.known[k.id], (uint16_t)k.id, (uint8_t)l->index, 0, k.met, site}, writes, k, (uint8_t)l->index);
 }
-
-}  // namespace
-
 void begin() {
   pages.clear();
   mbarriers.clear();

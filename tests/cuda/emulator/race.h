@@ -38,6 +38,7 @@ void acquire(Warp& w, const void* from);
 void relaxed_store(Warp& w, const void* to);
 void relaxed_load(Warp& w, const void* from);
 void fence(Warp& w);
+void access(const void* p, size_t bytes, bool writes, const void* site);  // by the running lane
 }  // namespace race
 
 }  // namespace emulator
