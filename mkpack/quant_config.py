@@ -143,10 +143,10 @@ def disagreements(found: Iterable[Claim], roles: Iterable[TensorRole], tensors: 
         for module, scheme in stored.items():
             if (said := claim.scheme(module)) != scheme:
                 different.setdefault((said, scheme), []).append(module)
-        kinds = {claim.default, *claim.layers.values()} - {"plain"}
-        if kinds and not different and not any(scheme != "plain" for scheme in stored.values()):
+        names = {claim.default, *claim.layers.values()} - {"plain"}
+        if names and not different and not any(scheme != "plain" for scheme in stored.values()):
             lines.append(
-                f"{claim.where} says {', '.join(sorted(kinds))} and excludes every matrix of the model: nothing in "
+                f"{claim.where} says {', '.join(sorted(names))} and excludes every matrix of the model: nothing in "
                 "this checkpoint is quantised"
             )
         for (said, scheme), modules in different.items():
