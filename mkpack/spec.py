@@ -225,7 +225,7 @@ class SourceNames:
 
     def under(self, prefix: str) -> SourceNames:
         """These names with `prefix` for the leading "model."."""
-        names = {f.name: str(getattr(self, f.name)) for f in fields(self)}
+        names: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
         return replace(self, **{k: prefix + v[6:] for k, v in names.items() if v.startswith("model.")})
 
 

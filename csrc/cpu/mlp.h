@@ -1,4 +1,5 @@
-// The feed-forward phases: router, gate/up with SwiGLU, and down. A dense layer is one expert that every token chose.
+// The feed-forward phases: router, gate/up with SwiGLU, down, and the projections around narrow experts. A dense layer is
+// one expert that every token chose.
 #pragma once
 #include "cpu/project.h"
 
