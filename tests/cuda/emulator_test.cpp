@@ -208,6 +208,7 @@ static void arithmetic() {
   CHECK(__byte_perm(0x33221100u, 0x77665544u, 0x7160) == 0x77116600u);
   CHECK(__byte_perm(0x0000F010u, 0, 0x4140) == 0x00F00010u && __byte_perm(0x80u, 0, 0x1118) == 0x000000FFu);
   CHECK(__funnelshift_l(0x80000001u, 0x1u, 4) == 0x18u && __funnelshift_r(0x10u, 0x3u, 4) == 0x30000001u);
+  CHECK(__popc(0xF0F1) == 9 && __ffs(0) == 0 && __ffs(0x50) == 5 && __clz(0) == 32 && __clz(0x100) == 23);
   CHECK(min(3u, 5) == 3u && max(-2, 7) == 7 && rsqrtf(4.f) == 0.5f && __fdividef(1.f, 4.f) == 0.25f);
   CHECK(sizeof(uint4) == 16 && alignof(uint4) == 16 && alignof(float2) == 8 && alignof(ulonglong2) == 16);
 }

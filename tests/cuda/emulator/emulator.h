@@ -249,6 +249,8 @@ __forceinline__ uint32_t __funnelshift_l(uint32_t low, uint32_t high, uint32_t n
 __forceinline__ uint32_t __funnelshift_r(uint32_t low, uint32_t high, uint32_t n) {
   return (uint32_t)(((uint64_t)high << 32 | low) >> (n & 31));
 }
+__forceinline__ int __ffs(int v) { return __builtin_ffs(v); }
+__forceinline__ int __clz(int v) { return v ? __builtin_clz((unsigned)v) : 32; }
 __forceinline__ int __popc(uint32_t v) { return __builtin_popcount(v); }
 __forceinline__ float rsqrtf(float x) { return 1.f / sqrtf(x); }
 __forceinline__ float __expf(float x) { return expf(x); }
