@@ -57,6 +57,7 @@ def pack(
         plain = None
         if todo.quality:
             plain = open_blobs.enter_context(BlobWriter(todo.quality.reference, [work / f"{REFERENCE}.bin"]))
+        _import_libraries(todo)
         one = functools.partial(_quantise, todo, checkpoint, writers, plain)
         errors = dict(pair for found in _each(one, todo, kernels, console, _one_torch_thread) for pair in found)
     total = sum(errors.values(), quantize.ErrorStats())
@@ -92,6 +93,14 @@ def _quantise(
             fmt = plain.layout.format_of(role)
             plain.put(role.name, quantize.quantise(tensor, fmt, name=role.label), fmt)
     return list(errors.items())
+
+
+def _import_libraries(todo: Plan) -> None:
+    """Takes seconds: in this thread, where Ctrl-C ends it, and not in one that has to be waited for."""
+    import torch  # noqa: F401
+
+    if any(fmt in ("nvfp4", "fp8") for role in todo.roles for fmt in todo.formats(role)):
+        quantize.load_modelopt()
 
 
 def _one_torch_thread() -> None:
