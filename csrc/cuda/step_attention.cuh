@@ -20,57 +20,86 @@ __device__ __forceinline__ int window_of(int layer, std::index_sequence<kLayer..
   return window;
 }
 
-// One warp: element d of the vector at src (one head of one token), normed and rotated, goes to store(d, value).
-template <class Store>
-__device__ __forceinline__ void rotate_vector(const StepBlock& b, const float* src, const float* norm, int position,
-                                              Store&& store) {
-  constexpr int kLane = kHeadDim / 32;
-  float v[kLane], squares = 0;
-#pragma unroll
-  for (int j = 0; j < kLane; j++) {
-    v[j] = __ldcg(src + b.lane() + 32 * j);
-    squares += v[j] * v[j];
-  }
-  const float r = kQkNorm ? rsqrtf(warp_sum(squares) / kHeadDim + kRmsEps) : 1.f;
-#pragma unroll
-  for (int j = 0; j < kLane; j++) {
-    const int d = b.lane() + 32 * j;
-    float x = kQkNorm ? v[j] * (r * __ldg(norm + d)) : v[j];
-    if (d < kRotary) {
-      const bool low = d < kRotary / 2;
-      const int partner = low ? d + kRotary / 2 : d - kRotary / 2;
-      float y = __ldcg(src + partner);
-      if (kQkNorm) y *= r * __ldg(norm + partner);
-      const float2 c = __ldg(b.p.rope + (int64_t)position * (kRotary / 2) + (low ? d : partner));
-      x = low ? x * c.x - y * c.y : x * c.x + y * c.y;
-    }
-    store(d, x);
-  }
-}
+// A vector of one head of one token, as one warp holds it: lane l has the dimensions l, l + 32, ...
+struct HeadVector {
+  static constexpr int kLane = kHeadDim / 32;
+  float v[kLane];
 
-// Queries of the unit into shared memory; keys and values of new positions whose tiles are the unit's into the cache.
-__device__ __forceinline__ void prepare_unit(const StepBlock& b, int kv_head, int split, int splits, uint16_t* q) {
-  const float* norms = b.p.norms + b.layer() * kNormLayer;
-  const int rows = b.tokens() * kGroup;
-#pragma unroll 1
-  for (int job = b.warp; job < rows + 2 * b.tokens(); job += kWarps) {
-    if (job < rows) {
-      const int token = job / kGroup, head = kv_head * kGroup + job % kGroup;
-      rotate_vector(b, b.p.qkv + token * kQkvRows + head * kHeadDim, norms + kNormQ, b.position() + token,
-                    [&](int d, float x) { q[job * kQStride + d] = (uint16_t)pack_bf16x2(x, 0.f); });
-      continue;
+  __device__ __forceinline__ void load(const StepBlock& b, const float* src) {
+#pragma unroll
+    for (int j = 0; j < kLane; j++) v[j] = __ldcg(src + b.lane() + 32 * j);
+  }
+  // Norm and rotation.
+  __device__ __forceinline__ void rotate(const StepBlock& b, const float* norm, int position) {
+    if constexpr (kQkNorm) {
+      float squares = 0;
+#pragma unroll
+      for (int j = 0; j < kLane; j++) squares += v[j] * v[j];
+      const float r = rsqrtf(warp_sum(squares) / kHeadDim + kRmsEps);
+#pragma unroll
+      for (int j = 0; j < kLane; j++) v[j] *= r * __ldg(norm + b.lane() + 32 * j);
     }
-    const int token = (job - rows) / 2, position = b.position() + token;
-    if (position / kTile % splits != split) continue;
-    uint8_t* tile = b.p.kv + kv_tile_offset(b.layer(), kv_head, position / kTile);
-    const float* src = b.p.qkv + token * kQkvRows + kQRows + kv_head * kHeadDim;
-    if ((job - rows) % 2 == 0)
-      rotate_vector(b, src, norms + kNormK, position, [&](int d, float x) {
-        *(uint16_t*)(tile + k_offset(position, d)) = (uint16_t)pack_bf16x2(x, 0.f);
-      });
-    else
-      for (int d = b.lane(); d < kHeadDim; d += 32)
-        *(uint16_t*)(tile + kTileBytes + v_offset(position, d)) = (uint16_t)pack_bf16x2(__ldcg(src + kKvRows + d), 0.f);
+    constexpr int kHalf = kRotary / 2;
+    const float2* table = b.p.rope + (int64_t)position * kHalf;
+    if constexpr (kHalf % 32 == 0) {  // a dimension and its partner are the same lane's
+#pragma unroll
+      for (int j = 0; j < kHalf / 32; j++) {
+        const float2 c = __ldg(table + b.lane() + 32 * j);
+        const float x = v[j], y = v[j + kHalf / 32];
+        v[j] = x * c.x - y * c.y;
+        v[j + kHalf / 32] = y * c.x + x * c.y;
+      }
+    } else {
+      float turned[kLane];
+#pragma unroll
+      for (int j = 0; j < kLane; j++) {
+        const int d = b.lane() + 32 * j, partner = d < kHalf ? d + kHalf : d - kHalf;
+        float y = 0;
+#pragma unroll
+        for (int k = 0; k < kLane; k++) {
+          const float other = __shfl_sync(~0u, v[k], partner & 31);
+          if (partner / 32 == k) y = other;
+        }
+        const float2 c = d < kRotary ? __ldg(table + min(d, partner)) : make_float2(1, 0);
+        turned[j] = d < kHalf ? v[j] * c.x - y * c.y : d < kRotary ? v[j] * c.x + y * c.y : v[j];
+      }
+#pragma unroll
+      for (int j = 0; j < kLane; j++) v[j] = turned[j];
+    }
+  }
+};
+
+// Queries of the unit into shared memory; keys and values of new positions whose tiles are the unit's into the cache. A job
+// is a vector: the rows of queries, then of every token its key and its value.
+__device__ __forceinline__ void prepare_unit(const StepBlock& b, int kv_head, int split, int splits, uint16_t* q) {
+  const int rows = b.tokens() * kGroup, jobs = rows + 2 * b.tokens();
+  const auto token_of = [&](int job) { return job < rows ? job / kGroup : (job - rows) / 2; };
+  constexpr int kAtATime = 2;  // loads of one vector hide behind those of the other
+#pragma unroll 1
+  for (int first = b.warp; first < jobs; first += kAtATime * kWarps) {
+    HeadVector x[kAtATime];
+#pragma unroll
+    for (int i = 0; i < kAtATime; i++) {
+      const int job = min(first + i * kWarps, jobs - 1);
+      const int head = job < rows ? kv_head * kGroup + job % kGroup : kHeads + (job - rows) % 2 * kKvHeads + kv_head;
+      x[i].load(b, b.p.qkv + token_of(job) * kQkvRows + head * kHeadDim);
+    }
+#pragma unroll
+    for (int i = 0; i < kAtATime; i++) {
+      const int job = first + i * kWarps, position = b.position() + token_of(job);
+      const bool is_query = job < rows, is_value = !is_query && (job - rows) % 2;
+      if (job >= jobs || (!is_query && position / kTile % splits != split)) continue;
+      if (!is_value) x[i].rotate(b, b.p.norms + b.layer() * kNormLayer + (is_query ? kNormQ : kNormK), position);
+      uint8_t* tile = b.p.kv + kv_tile_offset(b.layer(), kv_head, position / kTile);
+#pragma unroll
+      for (int j = 0; j < HeadVector::kLane; j++) {
+        const int d = b.lane() + 32 * j;
+        uint16_t* to = is_query   ? q + job * kQStride + d
+                       : is_value ? (uint16_t*)(tile + kTileBytes + v_offset(position, d))
+                                  : (uint16_t*)(tile + k_offset(position, d));
+        *to = (uint16_t)pack_bf16x2(x[i].v[j], 0.f);
+      }
+    }
   }
 }
 

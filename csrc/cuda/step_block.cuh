@@ -71,6 +71,8 @@ constexpr int kExpertPageBytes =
 // Warps that share one gate/up tile, each with a part of its columns. Four groups work on four tiles at a time where a
 // tile is one page: then a group meets the same slot of the ring again and again. Otherwise all warps share a tile.
 constexpr int kPairGroups = tile_pages(kHidden) == 1 ? kSquads : 1, kPairWarps = kWarps / kPairGroups;
+constexpr int kPairWords = ceil_div(kMaxTokens * kTopK, 32);  // of a mask of pairs
+static_assert(kExperts * kPairWords <= kWarps * 2 * 16 * 8, "masks of pairs lie where the partial sums of gate/up will");
 // Down tiles in a page, and the parts of a page's columns: the four warps of a slot share its page.
 constexpr int kDownPages = tile_pages(kMoeIntermediate);
 constexpr int kDownFit = kExpertPageBytes / (kDownPages == 1 ? kDownTileBytes : kExpertPageBytes);
@@ -115,7 +117,7 @@ struct alignas(128) StepShared {
   alignas(128) uint8_t scratch[step_scratch(kStepTokens)];
   float pair_part[kPairGroups][2][kPairWarps][16][8];
   float residual[kMaxTokens][kOwnedRows];
-  float router_dot[kMaxTokens][kWarps];
+  float router_dot[16][kWarps];
   float rms[kMaxTokens];  // 1/rms of the phase's input
   // The choice of experts: pair p = token x kTopK + rank.
   int16_t pair_expert[kMaxTokens * kTopK];
@@ -174,6 +176,8 @@ struct StepBlock {
     return max(0, min(kOwnedUnits, kUnits - first_unit()));
   }
   __device__ __forceinline__ int owned_row() const { return first_unit() * kUnitRows; }
+  // Of every expert the pairs that chose it, a bit each; the partial sums of gate/up come later.
+  __device__ __forceinline__ uint32_t* masks() const { return (uint32_t*)s.pair_part; }
   template <class T>
   __device__ __forceinline__ T* scratch() const { return (T*)s.scratch; }
 

@@ -5,53 +5,69 @@
 
 namespace mk {
 
-// Logits of this SM's experts. Warp w multiplies one sixteenth of the columns for every token; the sixteen sums are added
-// in order. Brings the input of gate/up into shared memory on the way.
-__device__ __forceinline__ void step_router(StepBlock& b) {
-  b.stamp(kPhaseRouter, 0);
+// The input of gate/up into shared memory; it is there after copies_done() and a team_sync.
+__device__ __forceinline__ void copy_input(const StepBlock& b) {
   uint16_t* x = b.scratch<uint16_t>();
   for (int i = b.tid; i < b.tokens() * (kHidden / 8); i += kTeam) {
     const int token = i / (kHidden / 8), column = i % (kHidden / 8) * 8;
-    *(uint4*)(x + token * kXStride + column) = __ldcg((const uint4*)(b.p.hidden + token * kHidden + column));
+    copy_16(x + token * kXStride + column, b.p.hidden + token * kHidden + column);
   }
+}
+
+// Router logits. An item is up to four tokens and as many experts as there are groups of four tokens, so there are about as
+// many items as experts. Warp w multiplies one sixteenth of the columns; the sixteen sums are added in order.
+__device__ __forceinline__ void step_router(StepBlock& b) {
+  b.stamp(kPhaseRouter, 0);
+  copy_input(b);
   b.load_rms();
+  for (int i = b.tid; i < kExperts * kPairWords; i += kTeam) b.masks()[i] = 0;
   constexpr int kSpan = ceil_div(kHidden / 4, kWarps) * 4;  // columns of a warp
   const int begin = b.warp * kSpan, end = min(kHidden, begin + kSpan);
-  const int e0 = first_item(kExperts, b.sm()), e1 = first_item(kExperts, b.sm() + 1);
+  const int groups = ceil_div(b.tokens(), 4), items = ceil_div(kExperts, groups) * groups;
 #pragma unroll 1
-  for (int e = e0; e < e1; e++) {
-    const int64_t row = ((int64_t)b.layer() * kExperts + e) * kHidden;
-    float sums[kMaxTokens] = {};
+  for (int item = b.sm(); item < items; item += kGrid) {
+    const int first = item % groups * 4, count = min(4, b.tokens() - first);
+    const int e0 = item / groups * groups, experts = min(groups, kExperts - e0);
+    float sums[4][4] = {};  // expert, token
 #pragma unroll 1
     for (int column = begin + 4 * b.lane(); column < end; column += 128) {
-      float4 w;
-      if constexpr (kRouterF32) {
-        w = __ldg((const float4*)((const float*)b.p.routers + row + column));
-      } else {
-        const uint2 bits = __ldg((const uint2*)((const uint16_t*)b.p.routers + row + column));
-        w = make_float4(bf16_low(bits.x), bf16_high(bits.x), bf16_low(bits.y), bf16_high(bits.y));
-      }
+      float4 v[4];
 #pragma unroll
-      for (int token = 0; token < kMaxTokens; token++)
-        if (token < b.tokens()) {
-          const float4 v = __ldcg((const float4*)(b.p.router_input + token * kHidden + column));
-          sums[token] += (v.x * w.x + v.y * w.y) + (v.z * w.z + v.w * w.w);
+      for (int t = 0; t < 4; t++)
+        v[t] = __ldcg((const float4*)(b.p.router_input + (first + min(t, count - 1)) * kHidden + column));
+#pragma unroll
+      for (int e = 0; e < 4; e++)
+        if (e < experts) {
+          const int64_t at = ((int64_t)b.layer() * kExperts + e0 + e) * kHidden + column;
+          float4 w;
+          if constexpr (kRouterF32) {
+            w = __ldg((const float4*)((const float*)b.p.routers + at));
+          } else {
+            const uint2 bits = __ldg((const uint2*)((const uint16_t*)b.p.routers + at));
+            w = make_float4(bf16_low(bits.x), bf16_high(bits.x), bf16_low(bits.y), bf16_high(bits.y));
+          }
+#pragma unroll
+          for (int t = 0; t < 4; t++) sums[e][t] += (v[t].x * w.x + v[t].y * w.y) + (v[t].z * w.z + v[t].w * w.w);
         }
     }
 #pragma unroll
-    for (int token = 0; token < kMaxTokens; token++)
-      if (token < b.tokens()) {
-        const float sum = warp_sum(sums[token]);
-        if (b.lane() == 0) b.s.router_dot[token][b.warp] = sum;
-      }
+    for (int e = 0; e < 4; e++)
+      if (e < experts)
+#pragma unroll
+        for (int t = 0; t < 4; t++) {
+          const float sum = warp_sum(sums[e][t]);
+          if (b.lane() == 0) b.s.router_dot[4 * e + t][b.warp] = sum;
+        }
     team_sync<kTeam>();
-    if (b.tid < b.tokens()) {
+    if (b.tid < 16 && b.tid / 4 < experts && b.tid % 4 < count) {
       float sum = 0;
       for (int w = 0; w < kWarps; w++) sum += b.s.router_dot[b.tid][w];
-      b.p.router_logits[b.tid * kExperts + e] = sum * b.s.rms[b.tid];
+      const int token = first + b.tid % 4;
+      b.p.router_logits[token * kExperts + e0 + b.tid / 4] = sum * b.s.rms[token];
     }
-    team_sync<kTeam>();
+    if (item + kGrid < items) team_sync<kTeam>();
   }
+  copies_done();
   b.stamp(kPhaseRouter, 3);
   b.meet();
 }
@@ -102,12 +118,16 @@ __device__ __forceinline__ void choose_for_token(const StepBlock& b) {
   if (b.lane() < kTopK) b.s.pair_weight[b.warp * kTopK + b.lane()] = weight / all;
 }
 
-// The experts that any token chose, and of each its pairs. Thread e looks after expert e.
+// The experts that any token chose, and of each its pairs. Thread e looks after expert e, whose pairs are bits of its mask.
 __device__ __forceinline__ void list_active(const StepBlock& b) {
   const int pairs = b.tokens() * kTopK;
+  for (int i = b.tid; i < pairs; i += kTeam)
+    atomicOr(&b.masks()[b.s.pair_expert[i] * kPairWords + i / 32], 1u << i % 32);
+  team_sync<kTeam>();
   int count = 0;
   if (b.tid < kExperts)
-    for (int i = 0; i < pairs; i++) count += b.s.pair_expert[i] == b.tid;
+#pragma unroll
+    for (int w = 0; w < kPairWords; w++) count += __popc(b.masks()[b.tid * kPairWords + w]);
   // One scan of {active, pairs} packed in 32 bits.
   const int own = (count ? 1 << 16 : 0) | count;
   int sum = own;
@@ -119,13 +139,16 @@ __device__ __forceinline__ void list_active(const StepBlock& b) {
   if (b.lane() == 31) b.s.warp_counts[b.warp] = sum;
   team_sync<kTeam>();
   int before = sum - own;
-  for (int w = 0; w < b.warp; w++) before += b.s.warp_counts[w];
+#pragma unroll
+  for (int w = 0; w < kWarps; w++) before += w < b.warp ? b.s.warp_counts[w] : 0;
   if (count) {
     int at = before & 0xFFFF;
     b.s.active[before >> 16] = (int16_t)b.tid;
     b.s.list_start[before >> 16] = (int16_t)at;
-    for (int i = 0; i < pairs; i++)
-      if (b.s.pair_expert[i] == b.tid) b.s.list[at++] = (int16_t)i;
+#pragma unroll 1
+    for (int w = 0; w < kPairWords; w++)
+      for (uint32_t mask = b.masks()[b.tid * kPairWords + w]; mask; mask &= mask - 1)
+        b.s.list[at++] = (int16_t)(32 * w + __ffs(mask) - 1);
   }
   if (b.tid == kTeam - 1) {
     const int active = (before + own) >> 16;
@@ -147,66 +170,63 @@ __device__ __forceinline__ void step_choose(StepBlock& b) {
 struct ChunkInput {
   uint4 a, b;
 };
-
-// acc += a tile's chunks [c0, c1) of one page, times inputs that load(chunk of the page) gives.
-template <class Load>
-__device__ __forceinline__ uint32_t multiply_chunks(float (&acc)[2][4], const uint8_t* page, int chunks, int c0, int c1,
-                                                    int lane, Load&& load) {
-  const uint4* codes = (const uint4*)page + lane;
-  const uint16_t* scales = (const uint16_t*)(page + chunks * 512) + lane;
-  uint32_t loaded = 0;
-#pragma unroll 4
-  for (int i = 0; i < c1 - c0; i++) {
-    const uint4 q = codes[32 * (c0 + i)];
-    const uint32_t s = scales[32 * (c0 + i)];
-    const ChunkInput x = load(c0 + i);
-    loaded |= q.w | s;
-    mma_nvfp4_chunk(acc[i & 1], q, s, x.a, x.b);
-  }
-  return loaded;
-}
-
+// Most chunks of a warp in a gate/up page, and those it holds in registers at a time: the page's slot is free again as soon as
+// the last of them are.
+constexpr int kPairCount = ceil_div(tile_page_chunks(kHidden, 0), kPairWarps), kPairHeld = kPairCount < 2 ? kPairCount : 2;
 __device__ __forceinline__ void step_pair(StepBlock& b, StepRing& ring) {
   b.stamp(kPhasePair, 0);
-  const int group = b.warp / kPairWarps, part = b.warp % kPairWarps, g = b.lane() >> 2, t = b.lane() & 3;
-  const int active = b.s.active_count, u0 = first_item(active * kPairUnits, b.sm()),
-            units = first_item(active * kPairUnits, b.sm() + 1) - u0;
-  const uint16_t* x = b.scratch<uint16_t>() + 16 * t;
+  const int group = b.warp / kPairWarps, part = b.warp % kPairWarps;
+  const int u0 = first_item(b.s.active_count * kPairUnits, b.sm()),
+            units = first_item(b.s.active_count * kPairUnits, b.sm() + 1) - u0;
   StepRing mine = ring;
   mine.n += group;
   int buffer = 0;
 #pragma unroll 1
   for (int j = group; j < units; j += kPairGroups) {
-    const int index = (u0 + j) / kPairUnits, unit = (u0 + j) % kPairUnits, expert = b.s.active[index];
+    const int g = b.lane() >> 2, t = b.lane() & 3;
+    const int index = (u0 + j) / kPairUnits, unit = (u0 + j) % kPairUnits;
     const int first = b.s.list_start[index], pairs = b.s.list_start[index + 1] - first;
-    const float4 scale = __ldg(b.p.expert_scales + b.layer() * kExperts + expert);
+    const float4 scale = __ldg(b.p.expert_scales + b.layer() * kExperts + b.s.active[index]);
 #pragma unroll 1
     for (int pass = 0; pass < pairs; pass += 8) {  // eight tokens of this expert at a time
-      const bool last = pass + 8 >= pairs;
       const bool valid = pass + g < pairs;
-      const uint16_t* row = x + (valid ? b.s.list[first + pass + g] / kTopK : 0) * kXStride;
+      const uint16_t* row =
+          b.scratch<uint16_t>() + (valid ? b.s.list[first + pass + g] / kTopK : 0) * kXStride + 16 * t;
       float acc[2][4] = {};
       StepRing at = mine;
 #pragma unroll 1
       for (int page = 0; page < tile_pages(kHidden); page++) {
-        const int chunks = tile_page_chunks(kHidden, page);
+        const int chunks = tile_page_chunks(kHidden, page), c1 = chunks * (part + 1) / kPairWarps;
         at.wait_full();
-        const uint32_t loaded = multiply_chunks(
-            acc, b.s.expert[at.slot()], chunks, chunks * part / kPairWarps, chunks * (part + 1) / kPairWarps, b.lane(),
-            [&](int c) -> ChunkInput {
-              const uint4* v = (const uint4*)(row + (page * kPageChunks + c) * 64);
-              return valid ? ChunkInput{v[0], v[1]} : ChunkInput{};
-            });
-        if (last)
-          at.release(loaded, b.zero, b.lane(), kWarps / kPairWarps);
-        else
-          at.n++;
+        const uint4* codes = (const uint4*)b.s.expert[at.slot()] + b.lane();
+        const uint16_t* scales = (const uint16_t*)(b.s.expert[at.slot()] + chunks * 512) + b.lane();
+        uint32_t loaded = 0;
+#pragma unroll 1
+        for (int c0 = chunks * part / kPairWarps; c0 < c1; c0 += kPairHeld) {
+          uint4 q[kPairHeld];
+          uint32_t s[kPairHeld];
+#pragma unroll
+          for (int i = 0; i < kPairHeld; i++)
+            if (c0 + i < c1) {
+              q[i] = codes[32 * (c0 + i)];
+              s[i] = scales[32 * (c0 + i)];
+              loaded |= q[i].w | s[i];
+            }
+          if (c0 + kPairHeld >= c1 && pass + 8 >= pairs) at.release(loaded, b.zero, b.lane(), kWarps / kPairWarps);
+#pragma unroll
+          for (int i = 0; i < kPairHeld; i++)
+            if (c0 + i < c1) {
+              const uint4* v = (const uint4*)(row + (page * kPageChunks + c0 + i) * 64);
+              const ChunkInput x = valid ? ChunkInput{v[0], v[1]} : ChunkInput{};
+              mma_nvfp4_chunk(acc[i & 1], q[i], s[i], x.a, x.b);
+            }
+        }
+        if (chunks * part / kPairWarps == c1 && pass + 8 >= pairs) at.release(0, b.zero, b.lane(), kWarps / kPairWarps);
+        if (pass + 8 < pairs) at.n++;
       }
       float(*out)[16][8] = b.s.pair_part[group][buffer];
-      out[part][g][2 * t] = acc[0][0] + acc[1][0];
-      out[part][g][2 * t + 1] = acc[0][1] + acc[1][1];
-      out[part][g + 8][2 * t] = acc[0][2] + acc[1][2];
-      out[part][g + 8][2 * t + 1] = acc[0][3] + acc[1][3];
+      *(float2*)&out[part][g][2 * t] = make_float2(acc[0][0] + acc[1][0], acc[0][1] + acc[1][1]);
+      *(float2*)&out[part][g + 8][2 * t] = make_float2(acc[0][2] + acc[1][2], acc[0][3] + acc[1][3]);
       group_sync(kSquadBarrier + group, kPairWarps * 32);
       const int i = part * 32 + b.lane(), r = i % 8, column = i / 8;
       if (column < min(8, pairs - pass)) {
@@ -230,54 +250,81 @@ __device__ __forceinline__ void step_pair(StepBlock& b, StepRing& ring) {
 
 // Every pair's product with its expert's tile goes to shared memory; the sum over a token's experts is taken in the order of
 // their ranks, so it does not depend on what the other tokens chose.
+// Most chunks of a warp in a page, and those whose inputs are loaded a page ahead.
+constexpr int kDownCount = ceil_div(tile_page_chunks(kMoeIntermediate, 0), kDownSplit);
+constexpr int kDownAhead = kDownCount < 4 ? kDownCount : 4;
 __device__ __forceinline__ void step_down(StepBlock& b, StepRing& ring) {
   b.stamp(kPhaseDown, 0);
-  const int g = b.lane() >> 2, t = b.lane() & 3, active = b.s.active_count;
   const int group = b.warp / 4, tile = b.warp % 4 / kDownSplit, part = b.warp % 4 % kDownSplit;
+  const int per_unit = ceil_div(b.s.active_count, kDownPack) * kDownPages, total = per_unit * b.units();
+  const uint32_t start = ring.n;
   float* products = b.scratch<float>();  // [copy][pair][owned row]
-  const int copy_floats = b.tokens() * kTopK * kOwnedRows;
-#pragma unroll 1
-  for (int unit = 0; unit < b.units(); unit++)
-#pragma unroll 1
-    for (int i = 0; i < active; i += kDownPack)
-#pragma unroll 1
-      for (int page = 0; page < kDownPages; page++) {
-        // A slot's pages are always its four warps'.
-        if ((int)ring.slot() != group) {
-          ring.n++;
-          continue;
-        }
-        const int index = i + tile, chunks = tile_page_chunks(kMoeIntermediate, page);
-        const bool busy = tile < kDownPack && index < active;
-        const int first = busy ? b.s.list_start[index] : 0, pairs = busy ? b.s.list_start[index + 1] - first : 0;
-        const float scale = busy ? __ldg(&b.p.expert_scales[b.layer() * kExperts + b.s.active[index]].z) * kNvfp4Scale : 0;
-        ring.wait_full();
-        uint32_t loaded = 0;
-#pragma unroll 1
-        for (int pass = 0; pass < pairs; pass += 8) {
-          const bool valid = pass + g < pairs;
-          const uint16_t* row = b.p.swiglu + (valid ? b.s.list[first + pass + g] : 0) * kMoeIntermediate + 16 * t;
-          float acc[2][4] = {};
-          loaded |= multiply_chunks(acc, b.s.expert[ring.slot()] + tile * chunks * kChunkBytes, chunks,
-                                    chunks * part / kDownSplit, chunks * (part + 1) / kDownSplit, b.lane(),
-                                    [&](int c) -> ChunkInput {
-                                      const uint4* v = (const uint4*)(row + (page * kPageChunks + c) * 64);
-                                      return valid ? ChunkInput{__ldcg(v), __ldcg(v + 1)} : ChunkInput{};
-                                    });
+  ChunkInput x[kDownCount];
+  // Of page n of this phase: the tile's place in the list of active experts, or -1.
+  const auto tile_of = [&](int n) {
+    const int index = n % per_unit / kDownPages * kDownPack + tile;
+    return n < total && tile < kDownPack && index < b.s.active_count ? index : -1;
+  };
+  // Inputs i0 .. i1 - 1 of page n, of eight of its pairs from `pass` on.
+  const auto load = [&](int n, int pass, int i0, int i1) {
+    const int index = tile_of(n), g = b.lane() >> 2, t = b.lane() & 3, page = n % kDownPages;
+    const int first = index < 0 ? 0 : b.s.list_start[index] + pass, end = index < 0 ? 0 : b.s.list_start[index + 1];
+    const bool valid = first + g < end;
+    const int chunks = tile_page_chunks(kMoeIntermediate, page), c0 = chunks * part / kDownSplit,
+              c1 = chunks * (part + 1) / kDownSplit;
+    const uint4* v = (const uint4*)(b.p.swiglu + (valid ? b.s.list[first + g] : 0) * kMoeIntermediate +
+                                    (page * kPageChunks + c0) * 64 + 16 * t);
 #pragma unroll
-          for (int n = 0; n < 2; n++) {
-            const int column = pass + 2 * t + n;
-            if (column < pairs) {
-              const int pair = b.s.list[first + column];
-              const float weight = b.s.pair_weight[pair] * scale;
-              float* out = products + (page * kDownSplit + part) * copy_floats + pair * kOwnedRows + unit * kUnitRows + g;
-              out[0] = (acc[0][n] + acc[1][n]) * weight;
-              out[8] = (acc[0][n + 2] + acc[1][n + 2]) * weight;
-            }
-          }
+    for (int i = 0; i < kDownCount; i++)
+      if (i >= i0 && i < i1) x[i] = valid && c0 + i < c1 ? ChunkInput{__ldcg(v + 8 * i), __ldcg(v + 8 * i + 1)} : ChunkInput{};
+  };
+  // A slot's pages are always its four warps'.
+  int n = (int)((group - start) & (kStepSlots - 1));
+  load(n, 0, 0, kDownAhead);
+#pragma unroll 1
+  for (; n < total; n += kStepSlots) {
+    const int index = tile_of(n), g = b.lane() >> 2, t = b.lane() & 3, page = n % kDownPages;
+    const int chunks = tile_page_chunks(kMoeIntermediate, page), c0 = chunks * part / kDownSplit,
+              c1 = chunks * (part + 1) / kDownSplit;
+    const int first = index < 0 ? 0 : b.s.list_start[index], pairs = index < 0 ? 0 : b.s.list_start[index + 1] - first;
+    const float scale =
+        index < 0 ? 0.f : __ldg(&b.p.expert_scales[b.layer() * kExperts + b.s.active[index]].z) * kNvfp4Scale;
+    load(n, 0, kDownAhead, kDownCount);
+    ring.n = start + n;
+    ring.wait_full();
+    const uint8_t* data = b.s.expert[ring.slot()] + tile * chunks * kChunkBytes;
+    uint32_t loaded = 0;
+#pragma unroll 1
+    for (int pass = 0; pass < pairs; pass += 8) {
+      if (pass) load(n, pass, 0, kDownCount);
+      float acc[2][4] = {};
+      const uint4* codes = (const uint4*)data + 32 * c0 + b.lane();
+      const uint16_t* scales = (const uint16_t*)(data + chunks * 512) + 32 * c0 + b.lane();
+#pragma unroll
+      for (int i = 0; i < kDownCount; i++)
+        if (c0 + i < c1) {
+          const uint4 q = codes[32 * i];
+          const uint32_t s = scales[32 * i];
+          loaded |= q.w | s;
+          mma_nvfp4_chunk(acc[i & 1], q, s, x[i].a, x[i].b);
         }
-        ring.release(loaded, b.zero, b.lane(), kWarps / 4);
+#pragma unroll
+      for (int k = 0; k < 2; k++) {
+        const int column = pass + 2 * t + k;
+        if (column < pairs) {
+          const int pair = b.s.list[first + column];
+          const float weight = b.s.pair_weight[pair] * scale;
+          float* out = products + ((page * kDownSplit + part) * b.tokens() * kTopK + pair) * kOwnedRows +
+                       n / per_unit * kUnitRows + g;
+          out[0] = (acc[0][k] + acc[1][k]) * weight;
+          out[8] = (acc[0][k + 2] + acc[1][k + 2]) * weight;
+        }
       }
+    }
+    ring.release(loaded, b.zero, b.lane(), kWarps / 4);
+    load(n + kStepSlots, 0, 0, kDownAhead);
+  }
+  ring.n = start + total;
   b.stamp(kPhaseDown, 2);
   team_sync<kTeam>();
   const int rows = b.units() * kUnitRows;
@@ -287,7 +334,7 @@ __device__ __forceinline__ void step_down(StepBlock& b, StepRing& ring) {
     for (int k = 0; k < kTopK; k++) {
       float product = 0;
       for (int copy = 0; copy < kDownCopies; copy++)
-        product += products[copy * copy_floats + (token * kTopK + k) * kOwnedRows + row];
+        product += products[(copy * b.tokens() * kTopK + token * kTopK + k) * kOwnedRows + row];
       sum += product;
     }
     const float v = b.s.residual[token][row] + sum;

@@ -47,7 +47,8 @@ __device__ __forceinline__ bool is_greedy(const Sampling& r) { return r.temperat
 
 // Chooses the token behind position `last`, tells the host, and decides whether the generation ends with it: `made` tokens
 // were chosen before. Leaves s.token and s.ended; every SM finds the same.
-__device__ __forceinline__ void step_token(StepBlock& b, int made) {
+// Not inlined: with the sampler in it, it would take registers from every phase.
+__device__ __attribute__((noinline)) void step_token(StepBlock b, int made) {
   b.stamp(kPhaseToken, 0);
   const StepParams& p = b.p;
   const int last = b.tokens() - 1, position = b.position() + b.tokens();  // of the token to be chosen

@@ -24,13 +24,13 @@ __global__ void ref_norm(float* y, const float* x, const float* weight, int n, b
   for (int i = threadIdx.x; i < n; i += blockDim.x) y[i] = (float)(x[i] * r * weight[i]);
 }
 // y[row] = w[row] . x (+ residual[row])
-__global__ void ref_matrix(float* y, uint32_t tensor, float gain, const float* x, int K, int rows,
+__global__ void ref_matrix(float* y, uint32_t tensor, bool fp8, float gain, const float* x, int K, int rows,
                            const float* residual) {
   for (int row = blockIdx.x; row < rows; row += gridDim.x) {
     double s = 0;
     for (int k = threadIdx.x; k < K; k += blockDim.x)
-      s += (double)bf16_value(weight_bf16(tensor, row, k, K, gain)) * x[k];
-    s = block_sum(s);
+      s += (double)(fp8 ? e4m3(code_fp8(tensor, row, k, K)) : bf16_value(weight_bf16(tensor, row, k, K, gain))) * x[k];
+    s = block_sum(s) * (fp8 ? row_scale(tensor, row, K, gain) : 1.f);
     if (threadIdx.x == 0) y[row] = (float)(s + (residual ? residual[row] : 0.f));
   }
 }
@@ -74,10 +74,7 @@ __global__ void ref_attention(float* out, const float* qkv, const uint8_t* kv, i
   out[head * kHeadDim + threadIdx.x] = (float)(o / sum);
 }
 // One thread: the eight largest logits (ties to the lower expert) and softmax weights over them.
-__global__ void ref_top_k(float* ids, float* weights, const float* logits, const float* x) {
-  double squares = 0;  // the logits still lack 1 / rms of x
-  for (int i = 0; i < kHidden; i++) squares += (double)x[i] * x[i];
-  const float r = (float)(1.0 / sqrt(squares / kHidden + kRmsEps));
+__global__ void ref_top_k(float* ids, float* weights, const float* logits) {
   bool used[kExperts] = {};
   double sum = 0;
   for (int k = 0; k < kTopK; k++) {
@@ -86,7 +83,7 @@ __global__ void ref_top_k(float* ids, float* weights, const float* logits, const
       if (!used[e] && (best < 0 || logits[e] > logits[best])) best = e;
     used[best] = true;
     ids[k] = best;
-    weights[k] = expf((logits[best] - logits[(int)ids[0]]) * r);
+    weights[k] = expf(logits[best] - logits[(int)ids[0]]);
     sum += weights[k];
   }
   for (int k = 0; k < kTopK; k++) weights[k] /= (float)sum;

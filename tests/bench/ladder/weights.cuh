@@ -46,7 +46,8 @@ __host__ __device__ inline float e2m1(uint32_t c) {
 }
 __host__ __device__ inline float e4m3(uint32_t b) {
   int e = b >> 3 & 15, m = b & 7;
-  return e ? ldexpf(1.f + m / 8.f, e - 7) : ldexpf(m / 8.f, -6);
+  const float v = e ? ldexpf(1.f + m / 8.f, e - 7) : ldexpf(m / 8.f, -6);
+  return b & 128 ? -v : v;
 }
 
 // ---- packing, on the device ----------------------------------------------------------------------------------------
@@ -57,7 +58,7 @@ __global__ void pack_bf16(uint8_t* out, uint32_t tensor, int64_t rows, int K, fl
     int column = i % (K / 8) * 8;
     __align__(16) uint16_t w[8];
     for (int e = 0; e < 8; e++) w[e] = weight_bf16(tensor, row, column + e, K, gain);
-    *(uint4*)(out + (paged ? matrix_offset(row, column, K) : (row * K + column) * 2)) = *(uint4*)w;
+    *(uint4*)(out + (paged ? matrix_offset(row, column, K, false) : (row * K + column) * 2)) = *(uint4*)w;
   }
 }
 // Row of tile `tile`, tile row r, of an expert: gate/up tiles hold 8 gate and 8 up rows, down tiles 16 rows.
@@ -65,7 +66,7 @@ __host__ __device__ inline int tile_row(bool pair, int tile, int r) {
   return !pair ? 16 * tile + r : r < 8 ? 8 * tile + r : kMoeIntermediate + 8 * tile + r - 8;
 }
 __global__ void pack_nvfp4(uint8_t* experts, int layer, bool pair) {
-  const int K = pair ? kHidden : kMoeIntermediate, tiles = pair ? kPairUnits : kOwners,
+  const int K = pair ? kHidden : kMoeIntermediate, tiles = pair ? kPairUnits : kUnits,
             rows = pair ? 2 * kMoeIntermediate : kHidden;
   const uint32_t tensor = layer * kTensors + (pair ? kPair : kDown),
                  scales = layer * kTensors + (pair ? kPairScale : kDownScale);
@@ -87,9 +88,29 @@ __global__ void fill_norms(float* norms, int n) {
   for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x)
     norms[i] = 1.f + 0.25f * uniform(kNormTensor, i);
 }
-__global__ void fill_expert_scales(float2* s) {
+// fp8: codes of any value but NaN, with a scale a row that brings their spread to gain / sqrt(K).
+__host__ __device__ inline uint32_t code_fp8(uint32_t tensor, uint64_t row, int column, int K) {
+  const uint32_t c = hash(tensor, row * K + column) & 255;
+  return c % 128 < 0x60 ? c : c - 0x20;  // no huge ones, which would drown the others
+}
+constexpr float kFp8Spread = 5.4f;  // of these codes, about
+__host__ __device__ inline float row_scale(uint32_t tensor, uint64_t row, int K, float gain) {
+  return gain / (kFp8Spread * sqrtf((float)K)) * (0.5f + (hash(tensor, ~row) & 0xFFFF) / 65536.f);
+}
+__global__ void pack_fp8(uint8_t* out, float* scales, uint32_t tensor, int64_t rows, int K, float gain) {
+  for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < rows * K; i += (int64_t)gridDim.x * blockDim.x) {
+    const int64_t row = i / K;
+    const int column = (int)(i % K);
+    out[matrix_offset(row, column, K, true)] = (uint8_t)code_fp8(tensor, row, column, K);
+    if (column == 0) scales[row] = row_scale(tensor, row, K, gain);
+  }
+}
+__global__ void fill_expert_scales(float4* s) {
   for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < kLayers * kExperts; i += gridDim.x * blockDim.x)
-    s[i] = make_float2(global_scale(i / kExperts, i % kExperts, 0), global_scale(i / kExperts, i % kExperts, 1));
+  {
+    const float pair = global_scale(i / kExperts, i % kExperts, 0);
+    s[i] = make_float4(pair, pair, global_scale(i / kExperts, i % kExperts, 1), 0);
+  }
 }
 __global__ void fill_rope(float2* rope) {
   for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < kMaxContext * kHeadDim / 2; i += gridDim.x * blockDim.x) {
