@@ -1,11 +1,12 @@
 // The GPU as the host sees it: errors with a text, memory with an owner, and whether this GPU can run this kernel.
 #pragma once
+#include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <stdexcept>
 #include <string>
 #include "abi.h"
-#include "step_kernel.cuh"
+#include "decode_kernel.cuh"
 
 namespace mk {
 
@@ -40,8 +41,9 @@ inline std::string gigabytes(uint64_t bytes) {
 }
 
 // Makes device 0 of those that CUDA_VISIBLE_DEVICES leaves this thread's. Throws Failure with everything that keeps it
-// from running the kernel. bytes: of GPU memory that the model is going to take.
-inline void open_device(uint64_t bytes, const std::string& what) {
+// from running the kernel. bytes: of GPU memory that the model is going to take. kFast: decode_kernel is wanted too.
+template <bool kFast>
+void open_device(uint64_t bytes, const std::string& what) {
   int count = 0;
   const cudaError_t found = cudaGetDeviceCount(&count);
   if (found == cudaErrorInsufficientDriver || found == cudaErrorNoDevice || (found == cudaSuccess && count == 0))
@@ -66,9 +68,10 @@ inline void open_device(uint64_t bytes, const std::string& what) {
            "than the "
            "GPU has");
   if (!d.cooperativeLaunch) refuse("does not offer cooperative launches, which keep all blocks resident together");
-  if (d.sharedMemPerBlockOptin < sizeof(StepShared))
+  constexpr size_t kShared = kFast ? std::max(sizeof(StepShared), sizeof(DecodeShared)) : sizeof(StepShared);
+  if (d.sharedMemPerBlockOptin < kShared)
     refuse("gives a block " + std::to_string(d.sharedMemPerBlockOptin) + " bytes of shared memory, the kernel needs " +
-           std::to_string(sizeof(StepShared)));
+           std::to_string(kShared));
   const auto admit = [&](auto kernel, size_t shared) {
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared),
           "giving the kernel its shared memory");
@@ -81,6 +84,10 @@ inline void open_device(uint64_t bytes, const std::string& what) {
   };
   admit(step_kernel<1>, sizeof(StepShared));
   admit(step_kernel<2>, sizeof(StepShared));
+  if constexpr (kFast) {
+    admit(decode_kernel<false, false>, sizeof(DecodeShared));
+    admit(decode_kernel<false, true>, sizeof(DecodeShared));
+  }
   size_t free = 0, total = 0;
   check(cudaMemGetInfo(&free, &total), "asking how much GPU memory is free");
   if (free < bytes)

@@ -30,7 +30,7 @@ static_assert((kHeadDim == 64 || kHeadDim == 128) && kRotary % 2 == 0 && kRotary
 static_assert(kTopK <= 32 && kTopK <= kExperts && kExperts <= 512 && kMaxContext % 16 == 0);
 
 // Item i of `items` equal work items spread over the grid: SM s owns [first(s), first(s + 1)).
-MK_HD int first_item(int items, int sm) { return (int)((uint64_t)(uint32_t)items * (uint32_t)sm / kGrid); }
+MK_HD int first_item(int items, int sm) { return (int)((uint32_t)items * (uint32_t)sm / kGrid); }
 
 // ---- dense matrices, bf16 or fp8 -----------------------------------------------------------------------------------
 // A row unit is 8 rows x K columns, in pages of 16 KB: 1024 columns of bf16 or 2048 of fp8. Warp w reads 1024 bytes of a
@@ -114,6 +114,9 @@ constexpr int64_t kExpertBytes = kPairBytes + (int64_t)kUnits * kDownTileBytes; 
 // Tensor scales of an expert: float4 {gate, up, down, 0}.
 constexpr int kTokenPairUnits = kTopK * kPairUnits;  // gate/up tiles of one token, expert slot major
 constexpr int kMaxPairUnits = ceil_div(kTokenPairUnits, kGrid);
+static_assert((uint64_t)kGrid * kExperts * kPairUnits < 1ull << 32 && (uint64_t)kGrid * kHeadUnits < 1ull << 32 &&
+                  (uint64_t)kGrid * kQkvUnits < 1ull << 32,
+              "first_item() counts in 32 bits");
 
 // ---- routers: bf16 or float32 [expert][hidden], as in the checkpoint -----------------------------------------------
 constexpr int64_t kRouterBytes = (int64_t)kExperts * kHidden * (kRouterF32 ? 4 : 2);
@@ -155,6 +158,7 @@ constexpr int kXLogits = kXExperts + kCopies * kExpertWords;   // float32: route
 constexpr int kXQkv = kXLogits + kLogitCopies * kExperts;      // float32: q, k, v before norm and RoPE
 constexpr int kXPartial = kXQkv + kQkvRows;                    // float32: attention partials
 constexpr int kXBest = kXPartial + kMaxUnits * kPartialWords;  // {logit}, {token} of every SM
-constexpr int kXWords = (kXBest + 2 * kGrid + 15) / 16 * 16, kExchangeWords = 2 * kXWords;
+constexpr int kXToken = kXBest + 2 * kGrid;                     // the token that SM 0 sampled
+constexpr int kXWords = (kXToken + 1 + 15) / 16 * 16, kExchangeWords = 2 * kXWords;
 
 }  // namespace mk

@@ -48,6 +48,19 @@ __device__ __forceinline__ void unpack_fp8(uint32_t w, uint32_t& even, uint32_t&
   odd = mul_bf16x2((w & 0x80008000u) | (w >> 4 & 0x07F007F0u), 0x7B807B80u);
 }
 
+// One warp's 8 rows x 64 columns of an fp8 page (half its share), as below.
+__device__ __forceinline__ void mma_fp8_run(float (&acc)[2][4], uint4 w, uint4 xa, uint4 xb) {
+  uint32_t even, odd;
+  unpack_fp8(w.x, even, odd);
+  mma_bf16(acc[0], xa.x, 0, xa.y, 0, even, odd);
+  unpack_fp8(w.y, even, odd);
+  mma_bf16(acc[1], xa.z, 0, xa.w, 0, even, odd);
+  unpack_fp8(w.z, even, odd);
+  mma_bf16(acc[0], xb.x, 0, xb.y, 0, even, odd);
+  unpack_fp8(w.w, even, odd);
+  mma_bf16(acc[1], xb.z, 0, xb.w, 0, even, odd);
+}
+
 // One warp's 8 rows x 64 columns of a bf16 page. Here tokens are the MMA's rows (so a unit is only 8 weight rows, which
 // spreads 5120 rows evenly over 132 SMs) and weights its columns. Two accumulators halve the dependent chain.
 __device__ __forceinline__ void mma_bf16_page(float (&acc)[2][4], uint4 wa, uint4 wb, uint4 xa, uint4 xb) {

@@ -9,7 +9,7 @@
 #include <vector>
 #include "abi.h"
 #include "bandwidth.cuh"
-#include "state.cuh"
+#include "measure.cuh"
 
 namespace mk {
 
@@ -92,6 +92,13 @@ static int32_t check_tokens(const mk_model* model, const int32_t* tokens, int32_
   return MK_OK;
 }
 
+static int32_t check_step(const mk_model* model, const int32_t* tokens, int32_t count) {
+  if (count < 1 || count > MK_MAX_STEP_TOKENS)
+    return fail(MK_ERR_ARGUMENT,
+                "a step takes 1 to " + std::to_string(MK_MAX_STEP_TOKENS) + " tokens, given " + std::to_string(count));
+  return check_tokens(model, tokens, count);
+}
+
 static bool is_stop(const mk_request& r, int32_t token) {
   return std::find(r.stop_tokens, r.stop_tokens + r.num_stop_tokens, token) != r.stop_tokens + r.num_stop_tokens;
 }
@@ -118,7 +125,7 @@ MK_EXPORT int32_t mk_create(const mk_options* o, mk_model** out) {
   if (!(o->wait_limit_s > 0)) return fail(MK_ERR_ARGUMENT, "wait_limit_s must be above 0");
   try {
     const uint64_t small = Workspace().bytes + uint64_t{kMaxContext} * kRotary * sizeof(float) + (64 << 20);
-    open_device(m::blob_bytes + kKvBytes + small, "weights " + gigabytes(m::blob_bytes) + ", KV cache of " +
+    open_device<kFastDecode>(m::blob_bytes + kKvBytes + small, "weights " + gigabytes(m::blob_bytes) + ", KV cache of " +
                                                       std::to_string(kMaxContext) + " positions " +
                                                       gigabytes(kKvBytes));
     *out = new mk_model(o->weights[0], o->context ? o->context : m::context, o->wait_limit_s);
@@ -146,12 +153,9 @@ MK_EXPORT int32_t mk_truncate(mk_model* model, int32_t length) {
 }
 
 MK_EXPORT int32_t mk_step(mk_model* model, const int32_t* tokens, int32_t count, float* logits, int32_t num_logits) {
-  if (count < 1 || count > MK_MAX_STEP_TOKENS)
-    return fail(MK_ERR_ARGUMENT,
-                "a step takes 1 to " + std::to_string(MK_MAX_STEP_TOKENS) + " tokens, given " + std::to_string(count));
+  if (int32_t code = check_step(model, tokens, count)) return code;
   if (num_logits < 0 || num_logits > count)
     return fail(MK_ERR_ARGUMENT, "num_logits must be 0 to the number of tokens");
-  if (int32_t code = check_tokens(model, tokens, count)) return code;
   return guarded(model, [&] {
     const int wanted = logits ? num_logits : 0;
     model->give(tokens, count);
@@ -212,7 +216,10 @@ MK_EXPORT int32_t mk_generate(mk_model* model, const int32_t* prompt, int32_t nu
       if (i == 0 && !ended) {
         model->finish();
         model->length += num_prompt;
-        model->launch(1, r.max_new_tokens - 1, 1, 0, &r);
+        if constexpr (kFastDecode)
+          model->launch_decode<kFastDecode>(r.max_new_tokens - 1, 1, r);
+        else
+          model->launch(1, r.max_new_tokens - 1, 1, 0, &r);
       }
     }
     model->finish();
@@ -232,6 +239,14 @@ MK_EXPORT int32_t mk_read_bandwidth(mk_model* model, double* bytes_per_second) {
   return guarded(model, [&] {
     *bytes_per_second = read_bandwidth(model->weights.get(), std::min<uint64_t>(m::blob_bytes, uint64_t{8} << 30));
     if (*bytes_per_second == 0) check(cudaDeviceSynchronize(), "measuring the read bandwidth");
+    return MK_OK;
+  });
+}
+
+MK_EXPORT int32_t mk_time_step(mk_model* model, const int32_t* tokens, int32_t count, mk_timing* timing) {
+  if (int32_t code = check_step(model, tokens, count)) return code;
+  return guarded(model, [&] {
+    *timing = time_step(*model, tokens, count);
     return MK_OK;
   });
 }

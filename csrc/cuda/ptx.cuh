@@ -37,6 +37,9 @@ __device__ __forceinline__ bool mbarrier_try_wait(uint32_t bar, uint32_t parity)
   return done != 0;
 }
 
+// Before bulk copies into shared memory that this thread wrote otherwise.
+__device__ __forceinline__ void async_proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
 // ---- bulk copies ---------------------------------------------------------------------------------------------------
 // Weights are read once a step: evict_first keeps them from pushing the activations out of L2.
 __device__ __forceinline__ uint64_t evict_first_policy() {

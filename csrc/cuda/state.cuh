@@ -48,7 +48,7 @@ class HostMailbox {
   Mailbox* device_ = nullptr;
 };
 
-// Activations of the step kernel, in one allocation.
+// Activations of the step kernel and exchange buffers of decode_kernel, in one allocation.
 constexpr size_t kAttentionUnits = (size_t)kKvHeads * kMaxSplits;
 struct Workspace {
   size_t bytes = 0;
@@ -71,8 +71,11 @@ struct Workspace {
   const size_t best = place<float2>((size_t)kMaxTokens * kGrid);
   const size_t shared_token = place<int32_t>(2);
   const size_t history = place<int32_t>(kMaxContext + 1);
+  const size_t exchange = place<uint64_t>(kFastDecode ? kExchangeWords : 0);
   const size_t barrier = place<uint32_t>(1);
+  const size_t epochs = place<uint32_t>(1);
   const size_t report = place<Report>(1);
+  const size_t experts_hit = place<uint32_t>(1);
 };
 
 }  // namespace mk
@@ -88,7 +91,9 @@ struct mk_model {
   mk::HostMailbox mail;
   mk::HostStream stream;
   mk::StepParams params{};
-  uint32_t epochs = 0;    // layers done, for the report of a wait
+  int more_splits[2] = {704, 5008};  // positions from which on decode_kernel is faster with 16 and with 32 KV splits, measured
+                                     // at the shape of Qwen3-30B-A3B on an H200
+  uint32_t epochs = 0;    // used in the exchange buffers
   uint32_t arrivals = 0;  // at the grid barrier
   int32_t length = 0;     // positions in the KV cache
   int32_t failure = MK_OK;
@@ -100,6 +105,10 @@ struct mk_model {
   // Puts a launch of the step kernel into the stream: `given` tokens, which lie in the history from position `length` on,
   // then new_tokens chosen ones, of which the host finds the first in the mailbox at `made`.
   void launch(int given, int new_tokens, int made, int num_logits, const mk_request* request);
+  // The same for decode_kernel, where this shape has it: runs the token behind `length`, which was chosen, and those that it
+  // chooses, at most new_tokens of them.
+  template <bool kFast>
+  void launch_decode(int new_tokens, int made, const mk_request& request);
   // Waits for the stream. Throws what the kernel reported.
   void finish();
   int32_t* history() const { return (int32_t*)(work.get() + places.history); }
@@ -156,6 +165,7 @@ inline mk_model::mk_model(const void* blob, int context, double wait_limit_s)
   params.history = history();
   params.barrier = (uint32_t*)(a + places.barrier);
   params.report = (Report*)(a + places.report);
+  params.experts_hit = (uint32_t*)(a + places.experts_hit);
   params.mail = mail.device();
   params.wait_limit_ns = (uint64_t)(std::min(wait_limit_s, 1e9) * 1e9);
   params.tiles_per_split = 4;
@@ -163,6 +173,12 @@ inline mk_model::mk_model(const void* blob, int context, double wait_limit_s)
   params.dense_flight = 2;
   params.head_flight = kStepSlots;
   params.expert_flight = kStepSlots;
+  params.expert_ahead = 8;
+  params.dense_ahead = 2;
+}
+
+inline mk::Sampling sampling_of(const mk_request& r) {
+  return {r.temperature, r.top_p, r.min_p, r.repetition_penalty, r.top_k, r.seed};
 }
 
 inline void mk_model::launch(int given, int new_tokens, int made, int num_logits, const mk_request* request) {
@@ -178,8 +194,7 @@ inline void mk_model::launch(int given, int new_tokens, int made, int num_logits
   if (request) {
     p.num_stop_tokens = request->num_stop_tokens;
     std::copy_n(request->stop_tokens, request->num_stop_tokens, p.stop_tokens);
-    p.sampling = {request->temperature,        request->top_p, request->min_p,
-                  request->repetition_penalty, request->top_k, request->seed};
+    p.sampling = sampling_of(*request);
   }
   uint32_t zero = 0;
   void* args[] = {&p, &zero};
@@ -189,12 +204,63 @@ inline void mk_model::launch(int given, int new_tokens, int made, int num_logits
         "launching the kernel");
 }
 
+template <bool kFast>
+void mk_model::launch_decode(int new_tokens, int made, const mk_request& request) {
+  using namespace mk;
+  if constexpr (kFast) {
+    DecodeParams p{};
+    p.dense = params.dense;
+    p.head = params.head;
+    p.experts = params.experts;
+    p.routers = params.routers;
+    p.embedding = params.embedding;
+    p.norms = params.norms;
+    p.expert_scales = params.expert_scales;
+    p.dense_scales = params.dense_scales;
+    p.head_scales = params.head_scales;
+    p.rope = params.rope;
+    p.kv = params.kv;
+    p.exchange = (uint64_t*)(work.get() + places.exchange);
+    p.epochs = (uint32_t*)(work.get() + places.epochs);
+    p.logits = params.logits;
+    p.history = params.history;
+    p.report = params.report;
+    p.mail = params.mail;
+    p.wait_limit_ns = params.wait_limit_ns;
+    p.steps = std::min(new_tokens, context - length);
+    p.position = length;
+    p.made = made;
+    for (int i = 0; i < 2; i++) p.more_splits[i] = splits_fit(kMinLogSplits + i + 1) ? more_splits[i] : INT32_MAX;
+    p.num_stop_tokens = request.num_stop_tokens;
+    std::copy_n(request.stop_tokens, request.num_stop_tokens, p.stop_tokens);
+    p.sampling = sampling_of(request);
+    p.qkv_flight = 2;
+    p.dense_flight = 2;
+    p.head_flight = 4;
+    p.expert_flight = kExpertSlots;
+    p.prefetch = 1;
+    // Epochs and phases count progress in 32 bits.
+    if (epochs > UINT32_MAX / kPhases - (uint64_t)kLayers * (p.steps + 1)) {
+      check(cudaMemsetAsync(p.exchange, 0, kExchangeWords * sizeof(uint64_t), stream), "clearing the exchange buffers");
+      epochs = 0;
+    }
+    p.first_epoch = epochs;
+    uint32_t zero = 0;
+    void* args[] = {&p, &zero};
+    check(cudaLaunchCooperativeKernel(is_greedy(p.sampling) ? decode_kernel<false, false> : decode_kernel<false, true>,
+                                      dim3(kGrid), dim3(kThreads), args, sizeof(DecodeShared), stream),
+          "launching the kernel");
+  }
+}
+
 inline void mk_model::finish() {
   using namespace mk;
   Report r;
   check(cudaMemcpyAsync(&r, params.report, sizeof r, cudaMemcpyDeviceToHost, stream), "copying the report from the GPU");
   check(cudaMemcpyAsync(&arrivals, params.barrier, sizeof arrivals, cudaMemcpyDeviceToHost, stream),
         "copying the barrier's count from the GPU");
+  check(cudaMemcpyAsync(&epochs, work.get() + places.epochs, sizeof epochs, cudaMemcpyDeviceToHost, stream),
+        "copying the epochs from the GPU");
   check(cudaStreamSynchronize(stream), "running the kernel");
   if (r.expired) throw Failure(MK_ERR_TIMEOUT, describe(r, wait_limit_s));
 }

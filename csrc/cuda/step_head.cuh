@@ -43,7 +43,7 @@ __device__ __forceinline__ void step_head(StepBlock& b, StepRing& ring) {
   b.meet();
 }
 
-__device__ __forceinline__ bool is_greedy(const Sampling& r) { return r.temperature == 0.f && r.repetition_penalty == 1.f; }
+MK_HD bool is_greedy(const Sampling& r) { return r.temperature == 0.f && r.repetition_penalty == 1.f; }
 
 // Chooses the token behind position `last`, tells the host, and decides whether the generation ends with it: `made` tokens
 // were chosen before. Leaves s.token and s.ended; every SM finds the same.

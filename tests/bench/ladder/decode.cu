@@ -1,4 +1,4 @@
-// The whole decode step at the shape of model.h with random weights: correctness of every phase against the slow twins,
+// decode_kernel at the shape of model.h with random weights: correctness of every phase against the slow twins,
 // then speed beside the bound, then where the time goes.
 //   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -I csrc -I csrc/cuda -I tests/bench/ladder \
 //        -o decode tests/bench/ladder/decode.cu
@@ -8,7 +8,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <vector>
-#include "kernel.cuh"
+#include "decode_kernel.cuh"
 #include "reference.cuh"
 #include "bandwidth.cuh"
 
@@ -41,36 +41,45 @@ static std::vector<T> to_host(const T* p, size_t n) {
 constexpr uint64_t kWaitLimit = 2000000000;  // ns
 
 struct Model {
-  Params p{};
+  DecodeParams p{};
   uint8_t *dense, *head, *experts, *kv;
   float* norms;
   uint32_t epochs = 0;
   Report last{};
-  bool broken = false;  // makes all SMs but one leave out attention
 };
 constexpr float kRouterGain = 3.f;  // so that the eight chosen experts differ clearly in weight
+
+static void pack_matrix(uint8_t* out, float* scales, bool fp8, uint32_t tensor, int64_t rows, int K) {
+  if (fp8)
+    pack_fp8<<<1056, 256>>>(out, scales, tensor, rows, K, 1.f);
+  else
+    pack_bf16<<<1056, 256>>>(out, tensor, rows, K, 1.f, true);
+}
 
 static Model make_model() {
   Model m;
   m.dense = device_array<uint8_t>(kLayers * kDenseLayerBytes);
-  m.head = device_array<uint8_t>((size_t)kVocab * kHidden * 2);
+  m.head = device_array<uint8_t>(kHeadBytes);
   m.experts = device_array<uint8_t>((size_t)kLayers * kExperts * kExpertBytes);
   m.kv = device_array<uint8_t>(kKvBytes);
   m.norms = device_array<float>(kLayers * kNormLayer + kHidden);
   auto* routers = device_array<uint8_t>((size_t)kLayers * kExperts * kHidden * 2);
   auto* embedding = device_array<uint8_t>((size_t)kVocab * kHidden * 2);
-  auto* scales = device_array<float2>(kLayers * kExperts);
+  auto* scales = device_array<float4>(kLayers * kExperts);
+  auto* dense_scales = device_array<float>((size_t)kLayers * (kQkvRows + kHidden));
+  auto* head_scales = device_array<float>(kHeadRows);
   auto* rope = device_array<float2>((size_t)kMaxContext * kHeadDim / 2);
   for (int l = 0; l < kLayers; l++) {
     uint8_t* w = m.dense + l * kDenseLayerBytes;
-    pack_bf16<<<1056, 256>>>(w, l * kTensors + kQkv, kQkvRows, kHidden, 1.f, true);
-    pack_bf16<<<1056, 256>>>(w + kQkvBytes, l * kTensors + kOut, kHidden, kQRows, 1.f, true);
+    float* s = dense_scales + (size_t)l * kDenseScaleLayer;
+    pack_matrix(w, s, kAttentionFp8, l * kTensors + kQkv, kQkvRows, kHidden);
+    pack_matrix(w + kQkvBytes, s + kQkvRows, kAttentionFp8, l * kTensors + kOut, kHidden, kQRows);
     pack_bf16<<<1056, 256>>>(routers + (size_t)l * kExperts * kHidden * 2, l * kTensors + kRouter, kExperts, kHidden,
                              kRouterGain, false);
     pack_nvfp4<<<1056, 256>>>(m.experts, l, true);
     pack_nvfp4<<<1056, 256>>>(m.experts, l, false);
   }
-  pack_bf16<<<1056, 256>>>(m.head, kHeadTensor, kVocab, kHidden, 1.f, true);
+  pack_matrix(m.head, head_scales, kHeadFp8, kHeadTensor, kVocab, kHidden);
   pack_bf16<<<1056, 256>>>(embedding, kEmbedTensor, kVocab, kHidden, sqrtf(kHidden), false);
   fill_norms<<<256, 256>>>(m.norms, kLayers * kNormLayer + kHidden);
   fill_expert_scales<<<48, 256>>>(scales);
@@ -84,12 +93,18 @@ static Model make_model() {
   m.p.embedding = (const uint16_t*)embedding;
   m.p.norms = m.norms;
   m.p.expert_scales = scales;
+  m.p.dense_scales = dense_scales;
+  m.p.head_scales = head_scales;
   m.p.rope = rope;
   m.p.kv = m.kv;
   m.p.exchange = device_array<uint64_t>(kExchangeWords);
-  m.p.tokens = device_array<int32_t>(kMaxContext + 1);
+  m.p.epochs = device_array<uint32_t>(1);
+  m.p.history = device_array<int32_t>(kMaxContext + 1);
+  m.p.mail = (Mailbox*)device_array<uint8_t>(sizeof(Mailbox) + (kMaxContext + 1) * sizeof(int32_t));
+  m.p.sampling = {0.f, 1.f, 0.f, 1.f, 0, 0};
   m.p.report = device_array<Report>(1);
   m.p.trace = device_array<int64_t>((size_t)(kLayers + 1) * kPhases * kGrid * 4);
+  m.p.mute = -1;
   m.p.wait_limit_ns = kWaitLimit;
   m.p.qkv_flight = 2;
   m.p.dense_flight = 2;
@@ -101,23 +116,23 @@ static Model make_model() {
 
 template <bool kDebug>
 static float run(Model& m, int token, int position, int steps, int log_splits, float* dump) {
-  Params p = m.p;
+  DecodeParams p = m.p;
   p.first_epoch = m.epochs;
   m.epochs += steps * kLayers;
   p.position = position;
   p.steps = steps;
-  p.log_splits = log_splits;
-  p.attention_stride = m.broken ? kGrid + 1 : kGrid / (kKvHeads << log_splits);
+  for (int i = 0; i < 2; i++) p.more_splits[i] = log_splits > kMinLogSplits + i ? 0 : INT32_MAX;
   p.dump = dump;
-  CHECK(cudaMemcpy(p.tokens, &token, 4, cudaMemcpyHostToDevice));
-  CHECK(cudaFuncSetAttribute(decode_kernel<kDebug>, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)sizeof(Shared)));
+  CHECK(cudaMemcpy(p.history + position, &token, 4, cudaMemcpyHostToDevice));
+  const auto kernel = decode_kernel<kDebug, false>;
+  CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)sizeof(DecodeShared)));
   cudaEvent_t a, b;
   CHECK(cudaEventCreate(&a));
   CHECK(cudaEventCreate(&b));
   uint32_t zero = 0;
   void* args[] = {&p, &zero};
   CHECK(cudaEventRecord(a));
-  CHECK(cudaLaunchCooperativeKernel(decode_kernel<kDebug>, kGrid, kThreads, args, sizeof(Shared), 0));
+  CHECK(cudaLaunchCooperativeKernel(kernel, kGrid, kThreads, args, sizeof(DecodeShared), 0));
   CHECK(cudaEventRecord(b));
   CHECK(cudaDeviceSynchronize());
   float ms;
@@ -139,16 +154,27 @@ static double relative_error(const float* got, const float* want, int n) {
   return e == e ? e : INFINITY;
 }
 
+// The kernel's logits lack 1/rms of the router's input; x is that input with it.
+__global__ void scale_logits(float* out, const float* logits, const float* x, const float* input) {
+  int i = 0;
+  while (input[i] == 0) i++;
+  out[threadIdx.x] = logits[threadIdx.x] * (x[i] / input[i]);
+}
+
 struct Reference {
-  float *x, *qkv, *attention, *mid, *logits, *ids, *weights, *h, *out, *scores, *head;
+  float *x, *qkv, *attention, *mid, *logits, *ids, *weights, *h, *out, *scores, *head, *scaled, *ones;
 };
 static Reference make_reference() {
+  auto* ones = device_array<float>(kHidden);
+  const std::vector<float> one(kHidden, 1.f);
+  CHECK(cudaMemcpy(ones, one.data(), kHidden * 4, cudaMemcpyHostToDevice));
   return {device_array<float>(kHidden),  device_array<float>(kQkvRows),
           device_array<float>(kQRows),   device_array<float>(kHidden),
           device_array<float>(kExperts), device_array<float>(kTopK),
           device_array<float>(kTopK),    device_array<float>(kTopK * kMoeIntermediate),
           device_array<float>(kHidden),  device_array<float>((size_t)kHeads * kMaxContext),
-          device_array<float>(kVocab)};
+          device_array<float>(kVocab),   device_array<float>(kExperts),
+          ones};
 }
 // One layer. `in` and, when forced, every phase's input come from `forced` (what the kernel published); else from here.
 static void reference_layer(Model& m, Reference& r, int l, int position, const float* in, const float* forced,
@@ -159,7 +185,7 @@ static void reference_layer(Model& m, Reference& r, int l, int position, const f
     return forced ? forced + offset : mine;
   };
   ref_norm<<<1, 128>>>(r.x, in, norm + kNormInput, kHidden);
-  ref_matrix<<<4096, 128>>>(r.qkv, l * kTensors + kQkv, 1.f, r.x, kHidden, kQkvRows, nullptr);
+  ref_matrix<<<4096, 128>>>(r.qkv, l * kTensors + kQkv, kAttentionFp8, 1.f, r.x, kHidden, kQkvRows, nullptr);
   if (forced) {
     compare(0, kDumpQkv, r.qkv, kQkvRows);
     CHECK(cudaMemcpy(r.qkv, forced + kDumpQkv, kQkvRows * 4, cudaMemcpyDeviceToDevice));
@@ -167,13 +193,15 @@ static void reference_layer(Model& m, Reference& r, int l, int position, const f
   ref_rotate<<<kHeads + kKvHeads, 64>>>(r.qkv, norm + kNormQ, norm + kNormK, position);
   ref_attention<<<kHeads, 128>>>(r.attention, r.qkv, m.kv, l, position, r.scores);
   const float* attention = compare(1, kDumpAttention, r.attention, kQRows);
-  ref_matrix<<<4096, 128>>>(r.mid, l * kTensors + kOut, 1.f, attention, kQRows, kHidden, in);
+  ref_matrix<<<4096, 128>>>(r.mid, l * kTensors + kOut, kAttentionFp8, 1.f, attention, kQRows, kHidden, in);
   const float* mid = compare(2, kDumpMid, r.mid, kHidden);
   ref_norm<<<1, 128>>>(r.x, mid, norm + kNormPost, kHidden, false);
-  ref_matrix<<<4096, 128>>>(r.logits, l * kTensors + kRouter, kRouterGain, r.x, kHidden, kExperts, nullptr);
+  ref_matrix<<<4096, 128>>>(r.logits, l * kTensors + kRouter, false, kRouterGain, r.x, kHidden, kExperts, nullptr);
   const float* logits = compare(3, kDumpLogits, r.logits, kExperts);
   ref_norm<<<1, 128>>>(r.x, mid, norm + kNormPost, kHidden);
-  ref_top_k<<<1, 1>>>(r.ids, r.weights, logits, mid);
+  ref_norm<<<1, 128>>>(r.out, mid, r.ones, kHidden);
+  scale_logits<<<1, kExperts>>>(r.scaled, logits, r.out, mid);
+  ref_top_k<<<1, 1>>>(r.ids, r.weights, r.scaled);
   compare(4, kDumpIds, r.ids, kTopK);
   ref_pair<<<4096, 128>>>(r.h, l, r.x, r.ids);
   const float* h = compare(5, kDumpExperts, r.h, kTopK * kMoeIntermediate);
@@ -184,7 +212,7 @@ static void reference_layer(Model& m, Reference& r, int l, int position, const f
 // Argmax of the head over hidden state `in`, and the gap to the runner-up.
 static int reference_head(Model& m, Reference& r, const float* in, float& gap) {
   ref_norm<<<1, 128>>>(r.x, in, m.norms + kLayers * kNormLayer, kHidden);
-  ref_matrix<<<8192, 128>>>(r.head, kHeadTensor, 1.f, r.x, kHidden, kVocab, nullptr);
+  ref_matrix<<<8192, 128>>>(r.head, kHeadTensor, kHeadFp8, 1.f, r.x, kHidden, kVocab, nullptr);
   CHECK(cudaGetLastError());
   auto v = to_host(r.head, kVocab);
   int best = (int)(std::max_element(v.begin(), v.end()) - v.begin());
@@ -198,7 +226,7 @@ static bool check(Model& m, Reference& r, int context, int log_splits, int steps
   fill_cache<<<1056, 256>>>(m.kv, context);
   float* dump = device_array<float>((size_t)kLayers * kDumpLayer);
   run<true>(m, 1234, context, steps, log_splits, dump);
-  auto tokens = to_host(m.p.tokens, steps + 1);
+  auto tokens = to_host(m.p.history + context, steps + 1);
   const int position = context + steps - 1;  // of the last step, the one whose record remains
   std::vector<float> embedding(kHidden);
   auto row = to_host(m.p.embedding + (size_t)tokens[steps - 1] * kHidden, kHidden);
@@ -247,13 +275,13 @@ static bool check(Model& m, Reference& r, int context, int log_splits, int steps
     fill_cache<<<1056, 256>>>(m.kv, context);
     run<true>(m, 1234, context, steps, log_splits, again);
     identical = identical && to_host(again, kLayers * kDumpLayer) == to_host(dump, kLayers * kDumpLayer) &&
-                to_host(m.p.tokens, steps + 1) == tokens;
+                to_host(m.p.history + context, steps + 1) == tokens;
   }
   fill_cache<<<1056, 256>>>(m.kv, context);
   int same = 0;
   for (int s = 0, token = 1234; s < steps; s++) {
     run<false>(m, token, context + s, 1, log_splits, nullptr);
-    token = to_host(m.p.tokens, 2)[1];
+    token = to_host(m.p.history + context + s, 2)[1];
     same += token == tokens[s + 1];
   }
   printf("  20 runs %s; one launch a step: %d of %d tokens the same\n", identical ? "bit-identical" : "DIFFER", same,
@@ -267,14 +295,14 @@ static bool check(Model& m, Reference& r, int context, int log_splits, int steps
 // When some SMs never publish what the others wait for, the kernel must end by itself and say who waited where.
 static bool check_watchdog(Model& m, int context, int log_splits) {
   m.p.wait_limit_ns = 50000000;
-  m.broken = true;
-  const float ms = run<false>(m, 1234, context, 3, log_splits, nullptr);
-  const bool ok = m.last.expired && m.last.phase == kPhaseOut && ms < 500;
+  m.p.mute = 4;  // which attends, whatever the number of splits
+  const float ms = run<true>(m, 1234, context, 3, log_splits, nullptr);
+  const bool ok = m.last.expired && ms < 500;
   printf(
-      "watchdog: an SM that never publishes ends the kernel after %.0f ms; reported phase %u (output projection is "
-      "%d), SM %u: %s\n",
-      ms, m.last.phase, kPhaseOut, m.last.sm, ok ? "ok" : "WRONG");
-  m.broken = false;
+      "watchdog: an SM that never publishes ends the kernel after %.0f ms; reported phase %u (combination is %d, output "
+      "projection %d), SM %u: %s\n",
+      ms, m.last.phase, kPhaseCombine, kPhaseOut, m.last.sm, ok ? "ok" : "WRONG");
+  m.p.mute = -1;
   m.p.wait_limit_ns = kWaitLimit;
   m.epochs = 0;
   CHECK(cudaMemset(m.p.exchange, 0, kExchangeWords * sizeof(uint64_t)));
@@ -294,10 +322,10 @@ static void print_trace(Model& m) {
         v = v == 0 ? at(l, ph, sm, i) : last ? std::max(v, at(l, ph, sm, i)) : std::min(v, at(l, ph, sm, i));
     return v;
   };
-  const char* names[kPhases] = {"qkv",    "attention", "combine", "out",  "router",
+  const char* names[kPhases] = {"embed", "qkv",    "attention", "combine", "out",  "router",
                                 "choose", "gate/up",   "down",    "head", "token"};
   printf("us after the layer before was published, [first, last] SM, mean over layers:\n");
-  for (int ph = 0; ph <= kPhaseDown; ph++) {
+  for (int ph = kPhaseQkv; ph <= kPhaseDown; ph++) {
     printf("  %-10s", names[ph]);
     const char* moments[4] = {"entered", "input", "last page", "published"};
     for (int i = 0; i < 4; i++) {
@@ -321,10 +349,11 @@ int main(int argc, char** argv) {
             steps = argc > 3 ? atoi(argv[3]) : 64;
   cudaDeviceProp d;
   CHECK(cudaGetDeviceProperties(&d, 0));
-  printf("%s, %d SMs; kernel: %zu bytes of shared memory\n", d.name, d.multiProcessorCount, sizeof(Shared));
+  printf("%s, %d SMs; kernel: %zu bytes of shared memory\n", d.name, d.multiProcessorCount, sizeof(DecodeShared));
   int resident = 0;
-  CHECK(cudaFuncSetAttribute(decode_kernel<false>, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)sizeof(Shared)));
-  CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, decode_kernel<false>, kThreads, sizeof(Shared)));
+  const auto kernel = decode_kernel<false, false>;
+  CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)sizeof(DecodeShared)));
+  CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, kThreads, sizeof(DecodeShared)));
   if (resident * d.multiProcessorCount < kGrid) {
     printf("needs %d resident blocks, this GPU holds %d\n", kGrid, resident * d.multiProcessorCount);
     return 1;
@@ -338,7 +367,7 @@ int main(int argc, char** argv) {
   const double bandwidth = read_bandwidth(m.experts, (size_t)8 << 30);
   const double cached = (double)kLayers * 2 * kKvRows * 2 * (context + steps / 2);
   const double bytes = (double)kLayers * (kDenseLayerBytes + kTopK * (double)kExpertBytes + kExperts * kHidden * 2.0) +
-                       (double)kVocab * kHidden * 2 + cached;
+                       (double)kHeadBytes + cached;
   if (argc > 4) {  // variants
     for (int qkv = 1; qkv <= 3; qkv++)
       for (int dense = 1; dense <= 4; dense++) {

@@ -24,6 +24,7 @@ __device__ __forceinline__ void mbarrier_expect_bytes(uint32_t bar, uint32_t byt
 __device__ __forceinline__ bool mbarrier_try_wait(uint32_t bar, uint32_t parity) {
   return emulator::mbarrier_try_wait(bar, parity);
 }
+__device__ __forceinline__ void async_proxy_fence() {}
 
 // ---- bulk copies ---------------------------------------------------------------------------------------------------
 __device__ __forceinline__ uint64_t evict_first_policy() { return 0; }

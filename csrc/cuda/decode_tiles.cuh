@@ -1,7 +1,7 @@
 // K and V of one chunk of the cache in registers. They are loaded while the QKV phase multiplies: loads return in
 // order, so started later they would stand before the polls that wait for q.
 #pragma once
-#include "block.cuh"
+#include "decode_block.cuh"
 
 namespace mk {
 
@@ -10,15 +10,15 @@ struct Attention {
   uint4 k[4];            // 8 positions x 128 dimensions: half of tile warp / 2 of the chunk
   uint2 v[kScoreTiles];  // 8 dimensions of every tile of the chunk
   // Tiles of this SM: those of the whole cache that are its split modulo the number of splits.
-  __device__ __forceinline__ int count(const Block& b) const {
-    const int splits = 1 << b.p.log_splits;
-    return (b.position / kTile - (unit & (splits - 1)) + splits) >> b.p.log_splits;
+  __device__ __forceinline__ int count(const DecodeBlock& b) const {
+    const int splits = 1 << b.log_splits;
+    return (b.position / kTile - (unit & (splits - 1)) + splits) >> b.log_splits;
   }
 };
 
 // Chunk of kScoreTiles tiles from tile `first` of this SM on. Past L1: other warps wrote the newest positions.
-__device__ __forceinline__ void load_tiles(const Block& b, Attention& a, int first) {
-  const int log_splits = b.p.log_splits, left = a.count(b) - first;
+__device__ __forceinline__ void load_tiles(const DecodeBlock& b, Attention& a, int first) {
+  const int log_splits = b.log_splits, left = a.count(b) - first;
   const uint32_t stride = 2 * kTileBytes << log_splits;
   const uint8_t* cache = b.p.kv + kv_tile_offset(b.layer, a.unit >> log_splits, a.unit & ((1 << log_splits) - 1)) +
                          (int64_t)first * stride;

@@ -1,29 +1,36 @@
-// What a block of the resident kernel knows: parameters, shared memory, the two rings, waits with a time limit.
+// decode_kernel's parameters and shared memory, and what a block of it knows. It runs one token a step and is the tuned
+// twin of the step kernel, for the shapes that kFastDecode admits: SMs exchange {value, epoch} words instead of meeting at
+// barriers of the grid.
 #pragma once
-#include "layout.cuh"
-#include "ptx.cuh"
+#include "step_block.cuh"
 
 namespace mk {
 
-enum Phase {
-  kPhaseQkv,
-  kPhaseAttention,
-  kPhaseCombine,
-  kPhaseOut,
-  kPhaseRouter,
-  kPhaseChoose,
-  kPhasePair,
-  kPhaseDown,
-  kPhaseHead,
-  kPhaseToken,
-  kPhases
-};
-
-// Filled by the first SM that makes no progress for the wait limit.
-struct Report {
-  uint32_t expired;  // 1 once somebody gave up
-  uint32_t phase, sm, epoch;
-};
+// ---- shape -----------------------------------------------------------------------------------------------------------
+constexpr bool has_windows() {
+  for (int window : kWindows)
+    if (window) return true;
+  return false;
+}
+// Dense inputs are cut into parts of 1024 columns: 64 a warp, two a lane. A page of bf16 weights takes one part, a page of
+// fp8 weights two.
+constexpr int kPartColumns = kWarps * 64;
+constexpr bool whole_pages(int K, bool fp8) { return K % page_columns(fp8) == 0; }
+// What decode_kernel is written for, phase by phase; every other shape is left to the step kernel.
+constexpr bool kFastDecode =
+    // dense products: whole pages, a row unit of QKV and at most one a warp for every SM
+    whole_pages(kHidden, kAttentionFp8) && whole_pages(kQRows, kAttentionFp8) && whole_pages(kHidden, kHeadFp8) &&
+    kHidden <= 2 * kPartColumns && kQRows <= 4 * kPartColumns && kQkvUnits >= kGrid && kQkvUnits <= kWarps * kGrid &&
+    !kQkvBias && !kOutBias && kOwnedUnits == 1 &&
+    // attention: 8 rows of an MMA are the query heads of a group, at least 8 KV splits
+    kHeadDim == 128 && kRotary == kHeadDim && kQkNorm && kGroup <= 8 && 8 * kKvHeads <= kGrid && !has_windows() &&
+    // experts: a router row an SM, four experts a lane, two warps an expert in down, three to 16 gate/up tiles an SM
+    kExperts <= kGrid && kExperts <= 128 && kExperts % 4 == 0 && !kRouterF32 && kTopK == 8 && kNormTopkProb &&
+    kMoeIntermediate % 256 == 0 && kMoeIntermediate <= 768 && 2 * kDownTileBytes <= kPairTileBytes &&
+    kTokenPairUnits >= 3 * kGrid && kTokenPairUnits <= kWarps * kGrid;
+// Sizes of arrays, which must be there for other shapes too.
+constexpr int kHiddenParts = kFastDecode ? kHidden / kPartColumns : 2, kQParts = kFastDecode ? kQRows / kPartColumns : 2;
+constexpr int kDownChunks = kFastDecode ? kMoeIntermediate / 128 : 2;  // of 64 columns, of one warp in down
 
 // Everything a layer publishes, as float32, for comparison with a reference. Offsets in floats inside one layer's
 // record.
@@ -31,89 +38,84 @@ constexpr int kDumpQkv = 0, kDumpAttention = kDumpQkv + kQkvRows, kDumpMid = kDu
               kDumpLogits = kDumpMid + kHidden, kDumpIds = kDumpLogits + kExperts, kDumpExperts = kDumpIds + kTopK,
               kDumpOut = kDumpExperts + kTopK * kMoeIntermediate, kDumpLayer = kDumpOut + kHidden;
 
-struct Params {
-  const uint8_t* dense;         // [layer] kDenseLayerBytes: QKV pages, then output projection pages
-  const uint8_t* head;          // lm_head pages
-  const uint8_t* experts;       // [layer][expert] kExpertBytes
-  const uint8_t* routers;       // [layer] kRouterBytes
-  const uint16_t* embedding;    // bf16 [vocab][hidden]
-  const float* norms;           // [layer] kNormLayer, then the final norm
-  const float2* expert_scales;  // [layer][expert]: second-level scale of gate/up, of down
-  const float2* rope;           // [position][head_dim / 2]: cosine, sine
-  uint8_t* kv;                  // kKvBytes, zero where nothing was written: masked positions are multiplied by zero
-  uint64_t* exchange;           // kExchangeWords, zero at first and after a wait has expired
-  int32_t* tokens;              // [steps + 1]: tokens[0] is read, the others are written
+// Names that StepParams has mean the same here.
+struct DecodeParams {
+  const uint8_t *dense, *head, *experts, *routers;
+  const uint16_t* embedding;
+  const float* norms;
+  const float4* expert_scales;
+  const float *dense_scales, *head_scales;
+  const float2* rope;
+  uint8_t* kv;
+  uint64_t* exchange;    // kExchangeWords, zero at first and after a wait has expired
+  uint32_t* epochs;      // written at the end: epochs used in these exchange buffers, first_epoch of the next launch
+  float* logits;         // [kVocab]; sampled tokens only
+  int32_t* history;      // that of `position` is run first, those behind it are written
   Report* report;
+  Mailbox* mail;
   float* dump;     // NULL, or [layer] kDumpLayer; kDebug kernels only
-  int64_t* trace;  // NULL, or [layer + 1][kPhases][kGrid][4] nanoseconds, written by the last step
+  int64_t* trace;  // NULL, or [layer + 1][kPhases][kGrid][4] nanoseconds, written by the last step; kDebug kernels only
+  int32_t mute;    // this SM leaves attention out; kDebug kernels only
   uint64_t wait_limit_ns;
   uint32_t first_epoch;     // epochs used so far in these exchange buffers: layers x steps
-  int32_t position, steps;  // of tokens[0]; tokens to run
-  int32_t log_splits;       // the KV cache is split in 2^log_splits shares, at most 32
+  int32_t position, steps;  // of the first token; tokens to run, unless one that is chosen ends it
+  int32_t made;             // tokens chosen before this launch: the first goes to mail->tokens[made]
+  int32_t more_splits[2];   // the KV cache has 8 splits, from these positions on twice and four times as many
+  int32_t num_stop_tokens;
+  int32_t stop_tokens[kMaxStopTokens];
+  Sampling sampling;
   // Copies allowed under way: more than saturates memory only delays the flags behind them.
   int32_t qkv_flight, dense_flight, head_flight, expert_flight;
   // Dense pages that the ring cannot hold brought into L2 while experts compute: 0 none, 1 QKV's, 2 the output
   // projection's too (measured slower on an H200).
   int32_t prefetch;
-  int32_t attention_stride;  // every how many SMs one computes attention: kGrid / (kKvHeads << log_splits)
 };
+constexpr int kMinLogSplits = 3;
+MK_HD int log_splits_at(const DecodeParams& p, int position) {
+  return kMinLogSplits + (position >= p.more_splits[0]) + (position >= p.more_splits[1]);
+}
+constexpr bool splits_fit(int log_splits) { return kKvHeads << log_splits <= (kGrid < kMaxUnits ? kGrid : kMaxUnits); }
 
 constexpr int kExpertSlots = 4, kDenseSlots = 8;
 constexpr int kScoreTiles = 8;  // tiles of one attention chunk: half a tile a warp
 constexpr int kScoreStride = kScoreTiles * kTile + 4;
-constexpr int kQStride = kHeadDim + 32;  // bf16; two rows then lie in different banks
-constexpr int kBigStride = kMaxPairUnits * 16 + 2, kSmallStride = kOwnedRows + 2;
+constexpr int kDecodeQStride = kHeadDim + 32;  // bf16; two rows then lie in different banks
 constexpr int kPrefetchTiles = 32;  // of the KV cache, an SM and layer
 constexpr int kHeadChunk = 8;       // row units between two reductions of the head
+// Partial sums of gate/up, QKV and the head; of the output projection and down.
+constexpr int kBigStride = most(most(16 * kMaxPairUnits, 8 * ceil_div(kQkvUnits, kGrid)), 8 * kHeadChunk) + 2;
+constexpr int kSmallStride = kOwnedRows + 2;
 
-struct alignas(128) Shared {
+struct alignas(128) DecodeShared {
   uint8_t dense[kDenseSlots][kPageBytes];
   uint8_t expert[kExpertSlots][kPairTileBytes];
   uint32_t x[kWarps][192];  // bf16 x 2: every warp's own columns of the phase's input
   union {
     float big[kWarps][kBigStride];  // partial sums of QKV, gate/up and the head
-    float scores[kGroup][kScoreStride];
+    float scores[8][kScoreStride];
   };
   float small[kWarps][kSmallStride];  // of the output projection and down: phases alternate between the two, so one
                                       // barrier a phase is enough
-  uint16_t q[kGroup][kQStride], k_new[kHeadDim], v_new[kHeadDim];
-  float score_max[kWarps][kGroup];
+  uint16_t q[8][kDecodeQStride], k_new[kHeadDim], v_new[kHeadDim];
+  float score_max[kWarps][8];
   alignas(16) float squares[2][kWarps];  // sums of squares of QKV's and of the router's input
   float residual[kOwnedRows];
   float router_dot[kWarps];  // of this SM's router row with every warp's columns
   // Of the chosen experts, two layers in turn, written by the expert producer before the last gate/up page is issued.
   float expert_logit[2][kTopK];
   int32_t expert_id[2][kTopK];
-  float2 expert_scale[2][kTopK];
+  float4 expert_scale[2][kTopK];
   float best_value[2][kWarps];  // of the head, of the token phase: warps enter the second while others read the first
   int32_t best_row[2][kWarps];
   int32_t token;      // chosen by the last step
   int32_t quit;       // set when the consumers leave
+  int32_t cancel;     // SM 0: what the host says
   int32_t expired;    // set by the watchdog
   uint32_t progress;  // epoch x kPhases + phase of the consumers
   uint64_t dense_full[kDenseSlots], dense_empty[kDenseSlots], expert_full[kExpertSlots], expert_empty[kExpertSlots];
 };
-static_assert(sizeof(float) * kGroup * kScoreStride <= sizeof(float) * kWarps * kBigStride);
-static_assert(kHeadChunk * 8 + 2 <= kBigStride && kQkvUnits / kGrid * 8 + 8 <= kBigStride, "partial sums need room");
+static_assert(!kFastDecode || sizeof(DecodeShared) <= kSharedLimit, "more shared memory than a block can have");
 
-// One ring of shared-memory pages as its producer or one consumer warp sees it: n pages passed so far.
-template <int kSlots>
-struct Ring {
-  static_assert((kSlots & (kSlots - 1)) == 0, "slot and lap are bit fields of the page count");
-  uint32_t full, empty;  // barriers of slot 0
-  uint32_t n = 0;
-  __device__ __forceinline__ uint32_t slot() const { return n & (kSlots - 1); }
-  __device__ __forceinline__ uint32_t parity() const { return n / kSlots & 1; }
-  __device__ __forceinline__ void wait_full() const { mbarrier_wait(full + 8 * slot(), parity()); }
-  // `loaded` must be or-ed from a register of every shared load of the page: the barrier's address then depends on
-  // them, and the slot cannot be refilled under a load that is still under way. zero is a zero the compiler cannot see.
-  __device__ __forceinline__ void release(uint32_t loaded, uint32_t zero, int lane, uint32_t count = 1) {
-    uint32_t bar = (empty + 8 * slot()) | (loaded & zero);
-    __syncwarp();
-    if (lane == 0) mbarrier_arrive(bar, count);
-    n++;
-  }
-};
 using DenseRing = Ring<kDenseSlots>;
 using ExpertRing = Ring<kExpertSlots>;
 
@@ -130,14 +132,14 @@ __device__ __forceinline__ void rehearse(Run&& run) {
   }
 }
 
-struct Block {
-  const Params& p;
-  Shared& s;
+struct DecodeBlock {
+  const DecodeParams& p;
+  DecodeShared& s;
   int sm, warp, lane, tid;
   uint32_t zero;   // see Ring::release
   uint32_t epoch;  // of the running layer
   int layer;
-  int position;
+  int position, log_splits;
   bool traced;  // this step's times are kept
 
   __device__ __forceinline__ bool owner() const { return sm < kOwners; }
@@ -185,13 +187,10 @@ struct Block {
 };
 
 // This SM's attention unit, KV head major, or -1. Units lie evenly over the grid.
-__device__ __forceinline__ int attention_unit(const Params& p, int sm) {
-  const int units = kKvHeads << p.log_splits, unit = sm / p.attention_stride;
-  return unit * p.attention_stride == sm && unit < units ? unit : -1;
+__device__ __forceinline__ int attention_unit(int log_splits, int sm) {
+  const int stride = (kGrid / kKvHeads) >> log_splits, units = kKvHeads << log_splits, unit = sm / stride;
+  return unit * stride == sm && unit < units ? unit : -1;
 }
-
-// word {value, epoch}
-__device__ __forceinline__ float word_float(uint64_t w) { return __uint_as_float((uint32_t)w); }
 
 // Sum of the 16 warps' partials of one row: four lanes a row (lane / 8 is the quarter), fixed order; all four get it.
 template <int kStride>

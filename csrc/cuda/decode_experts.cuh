@@ -1,48 +1,65 @@
-// Phases 4 to 6: router, gate/up + SwiGLU, down + weighted sum + residual.
+// The expert phases: router, gate/up + SwiGLU, down + weighted sum + residual.
 #pragma once
-#include "block.cuh"
+#include <type_traits>
+#include "decode_block.cuh"
 #include "mma.cuh"
 
 namespace mk {
 
-// Router and gate/up share their input: this warp's columns are 128 w .. 128 w + 127, four a lane. SM e multiplies them
-// with router row e. Leaves the MMA operands of gate/up in x.
+// Router and gate/up share their input: a warp's columns are one sixteenth of all, neighbours, four a lane (or two where
+// the hidden size is 1024). SM e multiplies them with router row e. Leaves the MMA operands of gate/up in x.
 template <bool kDebug>
-__device__ __forceinline__ void phase_router(Block& b, uint4 (&x)[4]) {
+__device__ __forceinline__ void decode_router(DecodeBlock& b, uint4 (&x)[2 * kHiddenParts]) {
   b.stamp<kDebug>(kPhaseRouter, 0);
-  const int column = 128 * b.warp + 4 * b.lane;
-  const float4 g = __ldg((const float4*)(b.p.norms + b.layer * kNormLayer + kNormPost + column));
-  uint2 r = make_uint2(0, 0);
+  constexpr int kPairs = kHiddenParts;  // of neighbouring columns, of one lane
+  using Norm = typename std::conditional<kPairs == 2, float4, float2>::type;
+  using Row = typename std::conditional<kPairs == 2, uint2, uint32_t>::type;
+  const int column = 2 * kPairs * b.tid;
+  const Norm norm = __ldg((const Norm*)(b.p.norms + b.layer * kNormLayer + kNormPost + column));
+  Row row{};
   if (b.sm < kExperts)
-    r = __ldg((const uint2*)(b.p.routers + b.layer * kRouterBytes + ((int64_t)b.sm * kHidden + column) * 2));
-  ulonglong2 v0, v1;
+    row = __ldg((const Row*)(b.p.routers + b.layer * kRouterBytes + ((int64_t)b.sm * kHidden + column) * 2));
+  ulonglong2 v[kPairs];
   const uint64_t* src = b.copy(kXMid, kHidden) + column;
   b.wait([&] {
-    v0 = load_relaxed_2(src);
-    v1 = load_relaxed_2(src + 2);
-    return b.fresh(v0.x) && b.fresh(v0.y) && b.fresh(v1.x) && b.fresh(v1.y);
+    bool ready = true;
+#pragma unroll
+    for (int i = 0; i < kPairs; i++) {
+      v[i] = load_relaxed_2(src + 2 * i);
+      ready = ready && b.fresh(v[i].x) && b.fresh(v[i].y);
+    }
+    return ready;
   });
-  const float a0 = word_float(v0.x), a1 = word_float(v0.y), a2 = word_float(v1.x), a3 = word_float(v1.y);
-  const float b0 = a0 * g.x, b1 = a1 * g.y, b2 = a2 * g.z, b3 = a3 * g.w;
+  const float2* g = (const float2*)&norm;
+  const uint32_t* r = (const uint32_t*)&row;
+  float dot = 0, squares = 0;
+  Row in;
+#pragma unroll
+  for (int i = 0; i < kPairs; i++) {
+    const float a0 = word_float(v[i].x), a1 = word_float(v[i].y), b0 = a0 * g[i].x, b1 = a1 * g[i].y;
+    dot += b0 * bf16_low(r[i]) + b1 * bf16_high(r[i]);
+    squares += a0 * a0 + a1 * a1;
+    ((uint32_t*)&in)[i] = pack_bf16x2(b0, b1);
+  }
   if (b.sm < kExperts) {
-    const float dot = warp_sum((b0 * bf16_low(r.x) + b1 * bf16_high(r.x)) + (b2 * bf16_low(r.y) + b3 * bf16_high(r.y)));
+    dot = warp_sum(dot);
     if (b.lane == 0) b.s.router_dot[b.warp] = dot;
     __syncwarp();
     router_arrive<kTeam + 32>();
   }
-  *(uint2*)&b.s.x[b.warp][2 * b.lane] = make_uint2(pack_bf16x2(b0, b1), pack_bf16x2(b2, b3));
-  const float squares = warp_sum(a0 * a0 + a1 * a1 + (a2 * a2 + a3 * a3));
+  *(Row*)&b.s.x[b.warp][kPairs * b.lane] = in;
+  squares = warp_sum(squares);
   if (b.lane == 0) b.s.squares[1][b.warp] = squares;
   __syncwarp();
   // chunk c of this warp: columns 64 c + 16 t .. + 15
 #pragma unroll
-  for (int i = 0; i < 4; i++) x[i] = *(const uint4*)&b.s.x[b.warp][32 * (i / 2) + 8 * (b.lane & 3) + 4 * (i % 2)];
+  for (int i = 0; i < 2 * kPairs; i++) x[i] = *(const uint4*)&b.s.x[b.warp][32 * (i / 2) + 8 * (b.lane & 3) + 4 * (i % 2)];
   b.stamp<kDebug>(kPhaseRouter, 1);
   b.stamp<kDebug>(kPhaseRouter, 3);
 }
 
 template <bool kDebug>
-__device__ __forceinline__ void phase_pair(Block& b, ExpertRing& ring, const uint4 (&x)[4]) {
+__device__ __forceinline__ void decode_pair(DecodeBlock& b, ExpertRing& ring, const uint4 (&x)[2 * kHiddenParts]) {
   b.stamp<kDebug>(kPhasePair, 0);
   const int u0 = first_item(kTokenPairUnits, b.sm), units = first_item(kTokenPairUnits, b.sm + 1) - u0;
   chosen_wait<kTeam + 32>();
@@ -52,13 +69,15 @@ __device__ __forceinline__ void phase_pair(Block& b, ExpertRing& ring, const uin
     ring.wait_full();
     if (u == 0) b.stamp<kDebug>(kPhasePair, 1);
     const uint8_t* page = b.s.expert[ring.slot()];
-    const uint4* codes = (const uint4*)page + 64 * b.warp + b.lane;
-    const uint16_t* scales = (const uint16_t*)(page + kHidden / 64 * 512) + 64 * b.warp + b.lane;
-    uint4 q0 = codes[0], q1 = codes[32];
-    uint32_t s0 = scales[0], s1 = scales[32];
-    ring.release(q0.w | q1.w | s0 | s1, b.zero, b.lane);
-    mma_nvfp4_chunk(acc, q0, s0, x[0], x[1]);
-    mma_nvfp4_chunk(acc, q1, s1, x[2], x[3]);
+    const uint4* codes = (const uint4*)page + 32 * kHiddenParts * b.warp + b.lane;
+    const uint16_t* scales = (const uint16_t*)(page + kHidden / 64 * 512) + 32 * kHiddenParts * b.warp + b.lane;
+    uint4 q[kHiddenParts];
+    uint32_t s[kHiddenParts], loaded = 0;
+#pragma unroll
+    for (int c = 0; c < kHiddenParts; c++) q[c] = codes[32 * c], s[c] = scales[32 * c], loaded |= q[c].w | s[c];
+    ring.release(loaded, b.zero, b.lane);
+#pragma unroll
+    for (int c = 0; c < kHiddenParts; c++) mma_nvfp4_chunk(acc, q[c], s[c], x[2 * c], x[2 * c + 1]);
     if ((b.lane & 3) == 0) {  // token 0 is the MMA's column 0
       b.s.big[b.warp][16 * u + (b.lane >> 2)] = acc[0];
       b.s.big[b.warp][16 * u + 8 + (b.lane >> 2)] = acc[2];
@@ -68,9 +87,10 @@ __device__ __forceinline__ void phase_pair(Block& b, ExpertRing& ring, const uin
   team_sync<kTeam>();
   if (b.warp < units) {  // warp u finishes tile u
     const int unit = u0 + b.warp, slot = unit / kPairUnits, pair = b.lane & 7;
-    const float scale = b.s.expert_scale[b.layer & 1][slot].x * kNvfp4Scale * inverse_rms(b.s.squares[1]);
-    float gate = sum_partials(b.s.big, 16 * b.warp + pair, b.lane >> 3) * scale;
-    float up = sum_partials(b.s.big, 16 * b.warp + 8 + pair, b.lane >> 3) * scale;
+    const float2 scales = *(const float2*)&b.s.expert_scale[b.layer & 1][slot];
+    const float rms = kNvfp4Scale * inverse_rms(b.s.squares[1]);
+    float gate = sum_partials(b.s.big, 16 * b.warp + pair, b.lane >> 3) * (scales.x * rms);
+    float up = sum_partials(b.s.big, 16 * b.warp + 8 + pair, b.lane >> 3) * (scales.y * rms);
     float h = __fdividef(gate, 1.f + __expf(-gate)) * up, next = __shfl_down_sync(~0u, h, 1);
     int row = slot * kMoeIntermediate + (unit % kPairUnits) * 8 + pair;
     if (pair % 2 == 0) b.publish(kXExperts + (b.lane >> 3) * kExpertWords + row / 2, pack_bf16x2(h, next));
@@ -82,10 +102,10 @@ __device__ __forceinline__ void phase_pair(Block& b, ExpertRing& ring, const uin
 // Warp w multiplies expert slot w / 2, half w % 2 of its columns; the weighted sum over the slots is part of the sum
 // over the warps, in the fixed order of the slots.
 template <bool kDebug>
-__device__ __forceinline__ void phase_down(Block& b, ExpertRing& ring) {
+__device__ __forceinline__ void decode_down(DecodeBlock& b, ExpertRing& ring) {
   b.stamp<kDebug>(kPhaseDown, 0);
   if (!b.owner()) return;
-  constexpr int kChunks = kMoeIntermediate / 128, kWords = kChunks * 32, kPairs = kChunks / 2;
+  constexpr int kChunks = kDownChunks, kWords = kChunks * 32, kPairs = kChunks / 2;
   const uint64_t* src = b.copy(kXExperts, kExpertWords) + b.warp * kWords + 2 * b.lane;
   const int slot = b.warp / 2, half = b.warp % 2;
   // Softmax over the chosen logits, which still lack 1/rms, times the tensor's scale.
@@ -95,7 +115,7 @@ __device__ __forceinline__ void phase_down(Block& b, ExpertRing& ring) {
 #pragma unroll
   for (int i = 1; i < kTopK; i *= 2) sum += __shfl_xor_sync(~0u, sum, i);
   const float scale =
-      __fdividef(__shfl_sync(~0u, weight, slot), sum) * kNvfp4Scale * b.s.expert_scale[b.layer & 1][slot].y;
+      __fdividef(__shfl_sync(~0u, weight, slot), sum) * kNvfp4Scale * b.s.expert_scale[b.layer & 1][slot].z;
   ulonglong2 v[kPairs];
   b.wait([&] {
     bool ready = true;

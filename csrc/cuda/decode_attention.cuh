@@ -1,18 +1,17 @@
-// Phase 2: q/k norm, RoPE, KV write, attention over this SM's share of the cache, combination of the shares.
+// q/k norm, RoPE, KV write, attention over this SM's share of the cache, combination of the shares.
 //
-// kKvHeads x splits SMs take part, each with one KV head and the tiles of 16 positions t = split, split + splits, ...;
-// a position is therefore always written and read by the same SM. Scores: every warp takes 8 positions (K), then all
+// kKvHeads x splits SMs take part, each with one KV head and the tiles of 16 positions t = split, split + splits, ...; a
+// position is therefore written and read by the same SM, except when the number of splits grows (decode_token). Scores: every warp takes 8 positions (K), then all
 // warps meet and each takes 8 of the 128 head dimensions over all tiles (V), so the outputs need no sum across warps.
 // The first 8 tiles are loaded into registers before q arrives; more would spill.
 #pragma once
-#include "attention_tiles.cuh"
-#include "block.cuh"
+#include "decode_tiles.cuh"
 #include "mma.cuh"
 
 namespace mk {
 
-// Warps 0..7: query heads of the group, 8: k, 9: v. Normed and rotated vectors go to shared memory as bf16.
-__device__ __forceinline__ void attention_inputs(const Block& b, int kv_head) {
+// Warps 0 .. kGroup - 1: query heads of the group, the next k, the next v. Normed and rotated vectors go to shared memory as bf16.
+__device__ __forceinline__ void attention_inputs(const DecodeBlock& b, int kv_head) {
   const int row = b.warp < kGroup ? (kv_head * kGroup + b.warp) * kHeadDim
                                   : kQRows + (b.warp - kGroup) * kKvRows + kv_head * kHeadDim;
   const int d = 2 * b.lane;  // this lane's dimensions: d, d + 1 and their rotation partners d + 64, d + 65
@@ -49,7 +48,7 @@ __device__ __forceinline__ void attention_inputs(const Block& b, int kv_head) {
 
 // The new position goes into the cache after its attention is published: nobody waits for it there before the next
 // step.
-__device__ __forceinline__ void write_cache(const Block& b, int kv_head) {
+__device__ __forceinline__ void write_cache(const DecodeBlock& b, int kv_head) {
   uint8_t* tile = b.p.kv + kv_tile_offset(b.layer, kv_head, b.position / kTile);
   const int d = 4 * b.lane;
   if (b.warp == kGroup) *(uint2*)(tile + k_offset(b.position, d)) = *(const uint2*)&b.s.k_new[d];
@@ -60,7 +59,7 @@ __device__ __forceinline__ void write_cache(const Block& b, int kv_head) {
 
 // The newest position's k and v may not have reached the cache when the tiles were loaded: take them from shared
 // memory.
-__device__ __forceinline__ void patch_newest(const Block& b, int first, int newest, Attention& r) {
+__device__ __forceinline__ void patch_newest(const DecodeBlock& b, int first, int newest, Attention& r) {
   const int p = b.position % kTile, g = b.lane >> 2, t = b.lane & 3;
   if (first + b.warp / 2 == newest && b.warp % 2 == p / 8 && g == p % 8) {
 #pragma unroll
@@ -79,10 +78,12 @@ __device__ __forceinline__ void patch_newest(const Block& b, int first, int newe
 }
 
 template <bool kDebug>
-__device__ __forceinline__ void phase_attention(Block& b, Attention& r) {
+__device__ __forceinline__ void decode_attention(DecodeBlock& b, Attention& r) {
   if (r.unit < 0) return;
   b.stamp<kDebug>(kPhaseAttention, 0);
-  const int log_splits = b.p.log_splits, splits = 1 << log_splits, kv_head = r.unit >> log_splits;
+  if constexpr (kDebug)
+    if (b.sm == b.p.mute) return;
+  const int log_splits = b.log_splits, splits = 1 << log_splits, kv_head = r.unit >> log_splits;
   const int split = r.unit & (splits - 1), g = b.lane >> 2, t = b.lane & 3, count = r.count(b);
   const bool owns_position = (b.position / kTile & (splits - 1)) == split;
   const int newest = owns_position ? count - 1 : -1;
@@ -135,9 +136,11 @@ __device__ __forceinline__ void phase_attention(Block& b, Attention& r) {
   sum += __shfl_xor_sync(~0u, sum, 2);
   b.stamp<kDebug>(kPhaseAttention, 2);
   const int mine = kXPartial + r.unit * kPartialWords;
-  b.publish(mine + g * kHeadDim + 8 * b.warp + 2 * t, out[0]);
-  b.publish(mine + g * kHeadDim + 8 * b.warp + 2 * t + 1, out[1]);
-  if (b.warp == 0 && t == 0) {
+  if (kGroup == 8 || g < kGroup) {  // the other rows of the MMA hold nothing
+    b.publish(mine + g * kHeadDim + 8 * b.warp + 2 * t, out[0]);
+    b.publish(mine + g * kHeadDim + 8 * b.warp + 2 * t + 1, out[1]);
+  }
+  if (b.warp == 0 && t == 0 && (kGroup == 8 || g < kGroup)) {
     b.publish(mine + kGroup * kHeadDim + 2 * g, top);
     b.publish(mine + kGroup * kHeadDim + 2 * g + 1, sum);
   }
@@ -145,14 +148,15 @@ __device__ __forceinline__ void phase_attention(Block& b, Attention& r) {
   b.stamp<kDebug>(kPhaseAttention, 3);
 }
 
-// Every attention SM combines 1024 / splits outputs of its KV head: one thread reads two outputs of one split.
+// Every attention SM combines its share of the outputs of its KV head: one thread reads two outputs of one split.
 template <bool kDebug>
-__device__ __forceinline__ void phase_combine(Block& b, int unit) {
+__device__ __forceinline__ void decode_combine(DecodeBlock& b, int unit) {
   if (unit < 0) return;
-  const int log_splits = b.p.log_splits, splits = 1 << log_splits;
+  const int log_splits = b.log_splits, splits = 1 << log_splits;
   b.stamp<kDebug>(kPhaseCombine, 0);
+  if (kGroup < 8 && b.warp >= 2 * kGroup) return;
   const int kv_head = unit >> log_splits, from = b.tid & (splits - 1),
-            head_row = (unit & (splits - 1)) << (10 - log_splits);
+            head_row = ((unit & (splits - 1)) * kGroup * kHeadDim) >> log_splits;
   const int o = head_row + (b.tid >> log_splits) * 2, head = o / kHeadDim;
   const uint64_t* src = b.exchange(kXPartial) + ((kv_head << log_splits) + from) * kPartialWords;
   ulonglong2 v, m;

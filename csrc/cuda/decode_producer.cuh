@@ -1,58 +1,23 @@
-// The two warps that stream weights. Dense weights do not depend on activations: their ring runs ahead through every
+// The warps that stream weights, watch and add up. Dense weights do not depend on activations: their ring runs ahead through every
 // phase and layer. Expert pages are issued the moment the router's logits are there.
 #pragma once
-#include "block.cuh"
+#include "decode_block.cuh"
 
 namespace mk {
 
-template <int kSlots>
-struct Stream {
-  Ring<kSlots> ring;
-  uint32_t base, slot_bytes, flight;
-  uint64_t policy;
-  const volatile int32_t* quit;
-  // Waits for a free slot and for room in flight. False when the consumers left: they may stop while this warp is steps
-  // ahead of them.
-  __device__ __forceinline__ bool open() {
-    while (!mbarrier_try_wait(ring.empty + 8 * ring.slot(), ring.parity() ^ 1))
-      if (*quit) return false;
-    if (flight < kSlots && ring.n >= flight) back(flight).wait_full();
-    return true;
-  }
-  __device__ __forceinline__ Ring<kSlots> back(uint32_t pages) const {
-    Ring<kSlots> old = ring;
-    old.n -= pages;
-    return old;
-  }
-  __device__ __forceinline__ uint32_t address() const { return base + ring.slot() * slot_bytes; }
-  __device__ __forceinline__ uint32_t barrier() const { return ring.full + 8 * ring.slot(); }
-  __device__ __forceinline__ bool page(const uint8_t* src, uint32_t bytes) {
-    if (!open()) return false;
-    mbarrier_expect_bytes(barrier(), bytes);
-    bulk_copy(address(), src, bytes, barrier(), policy);
-    ring.n++;
-    return true;
-  }
-  // A block must not end under a copy into its shared memory.
-  __device__ __forceinline__ void drain() {
-#pragma unroll 1
-    for (uint32_t pages = min(ring.n, (uint32_t)kSlots); pages; pages--) back(pages).wait_full();
-  }
-};
-
 // Brings this SM's share of a layer's KV cache into L2, so that attention does not meet a cold DRAM read.
-__device__ __forceinline__ void prefetch_cache(const Params& p, int unit, int layer, int position) {
-  const int splits = 1 << p.log_splits, split = unit & (splits - 1);
-  const int count = min((position / kTile - split + splits) >> p.log_splits, kPrefetchTiles);
-  const uint8_t* tile = p.kv + kv_tile_offset(layer, unit >> p.log_splits, split);
+__device__ __forceinline__ void prefetch_cache(const DecodeParams& p, int unit, int layer, int position) {
+  const int log_splits = log_splits_at(p, position), splits = 1 << log_splits, split = unit & (splits - 1);
+  const int count = min((position / kTile - split + splits) >> log_splits, kPrefetchTiles);
+  const uint8_t* tile = p.kv + kv_tile_offset(layer, unit >> log_splits, split);
 #pragma unroll 1
-  for (int i = 0; i < count; i++, tile += 2 * kTileBytes << p.log_splits) bulk_prefetch(tile, 2 * kTileBytes);
+  for (int i = 0; i < count; i++, tile += 2 * kTileBytes << log_splits) bulk_prefetch(tile, 2 * kTileBytes);
 }
 
 // Pages that the ring cannot hold come into L2 in the one part of a layer in which memory is idle: from the moment this
 // SM has multiplied its gate/up pages. Earlier they would delay the experts. Not at all when the next slot is free
 // already.
-__device__ __forceinline__ void prefetch_when_idle(const Stream<kDenseSlots>& out, const Shared& s, const uint8_t* w,
+__device__ __forceinline__ void prefetch_when_idle(const Stream<kDenseSlots>& out, const DecodeShared& s, const uint8_t* w,
                                                    int pages, uint32_t down) {
   const Ring<kDenseSlots>& ring = out.ring;
   while (*(const volatile uint32_t*)&s.progress < down)
@@ -61,21 +26,25 @@ __device__ __forceinline__ void prefetch_when_idle(const Stream<kDenseSlots>& ou
 }
 
 // One thread.
-__device__ __forceinline__ void produce_dense(const Params& p, Shared& s, int sm, int unit) {
+__device__ __forceinline__ void decode_produce_dense(const DecodeParams& p, DecodeShared& s, int sm) {
   Stream<kDenseSlots> out{{smem_address(s.dense_full), smem_address(s.dense_empty)},
                           smem_address(s.dense),
                           kPageBytes,
                           (uint32_t)p.dense_flight,
                           evict_first_policy(),
-                          &s.quit};
-  const int qkv0 = first_item(kQkvUnits, sm) * kQkvPagesPerUnit,
-            qkv_pages = first_item(kQkvUnits, sm + 1) * kQkvPagesPerUnit - qkv0;
-  const int head0 = first_item(kHeadUnits, sm) * kQkvPagesPerUnit,
-            head_pages = first_item(kHeadUnits, sm + 1) * kQkvPagesPerUnit - head0;
+                          &s.quit,
+                          nullptr};
+  constexpr int kQkvPages = unit_pages(kHidden, kAttentionFp8), kHeadPages = unit_pages(kHidden, kHeadFp8);  // of a unit
+  constexpr int kOutPages = kOwnedRows / kPageRows * unit_pages(kQRows, kAttentionFp8);                      // of an owner
+  const int qkv0 = first_item(kQkvUnits, sm) * kQkvPages,
+            qkv_pages = first_item(kQkvUnits, sm + 1) * kQkvPages - qkv0;
+  const int head0 = first_item(kHeadUnits, sm) * kHeadPages,
+            head_pages = first_item(kHeadUnits, sm + 1) * kHeadPages - head0;
   const int out_pages = sm < kOwners ? kOutPages : 0;
   uint32_t epoch = p.first_epoch;  // of the layer before
 #pragma unroll 1
   for (int step = 0; step < p.steps; step++) {
+    const int unit = attention_unit(log_splits_at(p, p.position + step), sm);
 #pragma unroll 1
     for (int layer = 0; layer < kLayers; layer++, epoch++) {
       const uint8_t* qkv = p.dense + layer * kDenseLayerBytes + (int64_t)qkv0 * kPageBytes;
@@ -102,34 +71,20 @@ __device__ __forceinline__ void produce_dense(const Params& p, Shared& s, int sm
   out.drain();
 }
 
-// One thread: gives up when the consumers of this SM make no step forward for the wait limit, or when another SM did.
-__device__ __forceinline__ void watch(const Params& p, Shared& s, int sm) {
-  uint32_t seen = 0;
-  uint64_t since = global_nanoseconds();
+// One thread. Of SM 0 also the ear for the host: everybody learns from there.
+__device__ __forceinline__ void decode_watch(const DecodeParams& p, DecodeShared& s, int sm) {
+  Watch watch{p.wait_limit_ns, p.report, s.progress, s.expired, sm};
   while (*(volatile int32_t*)&s.quit == 0) {
-    __nanosleep(20000);
-    const uint32_t now = *(volatile uint32_t*)&s.progress;
-    const uint64_t time = global_nanoseconds();
-    if (now != seen) seen = now, since = time;
-    if (time - since >= p.wait_limit_ns && atomicCAS(&p.report->expired, 0, 1) == 0) {
-      p.report->phase = now % kPhases;
-      p.report->epoch = now / kPhases;
-      p.report->sm = sm;
-    }
-    if (*(volatile uint32_t*)&p.report->expired) *(volatile int32_t*)&s.expired = 1;
+    __nanosleep(5000);
+    watch.tick();
+    if (sm == 0) *(volatile int32_t*)&s.cancel = *(volatile int32_t*)&p.mail->cancel != 0;
   }
-}
-
-// Larger float -> larger unsigned, never 0 for a number; and back.
-__device__ __forceinline__ uint32_t order_key(uint32_t bits) { return bits & 0x80000000u ? ~bits : bits | 0x80000000u; }
-__device__ __forceinline__ float key_value(uint32_t key) {
-  return __uint_as_float(key & 0x80000000u ? key ^ 0x80000000u : ~key);
 }
 
 // One warp of SM e: adds up the products of router row e that the consumer warps leave, layer after layer, and
 // publishes the logit. It lacks 1/rms, which is positive and does not change the order.
 template <bool kDebug>
-__device__ __forceinline__ void sum_logits(Block b) {
+__device__ __forceinline__ void sum_logits(DecodeBlock b) {
   if (b.sm >= kExperts) return;
   for (;;)
     for (b.layer = 0; b.layer < kLayers; b.layer++, b.epoch++) {
@@ -143,10 +98,10 @@ __device__ __forceinline__ void sum_logits(Block b) {
     }
 }
 
-// The whole warp waits for the 128 logits, chooses the eight largest (ties to the lower expert; 1/rms is positive and
+// The whole warp waits for the logits, four a lane, chooses the eight largest (ties to the lower expert; 1/rms is positive and
 // does not change the order) and leaves them in shared memory. False when the consumers left.
 template <bool kDebug>
-__device__ __forceinline__ bool choose_experts(const Block& b) {
+__device__ __forceinline__ bool choose_experts(const DecodeBlock& b) {
   const volatile int32_t& quit = b.s.quit;
   int32_t* chosen = b.s.expert_id[b.layer & 1];
   float* logits = b.s.expert_logit[b.layer & 1];
@@ -155,7 +110,8 @@ __device__ __forceinline__ bool choose_experts(const Block& b) {
   while (*(const volatile uint32_t*)&b.s.progress < b.epoch * kPhases + kPhaseRouter && !quit) __nanosleep(20);
   rehearse([&](bool real) {
     ulonglong2 v0, v1;
-    const uint64_t* src = b.exchange(kXLogits) + b.sm % kLogitCopies * kExperts + 4 * b.lane;
+    const bool has = kExperts == 128 || 4 * b.lane < kExperts;
+    const uint64_t* src = b.exchange(kXLogits) + b.sm % kLogitCopies * kExperts + (has ? 4 * b.lane : 0);
     b.wait([&] {
       v0 = load_relaxed_2(src);
       v1 = load_relaxed_2(src + 2);
@@ -166,6 +122,7 @@ __device__ __forceinline__ bool choose_experts(const Block& b) {
     // {order key, expert} of this lane, largest first: after that a round is one reduction, one vote and a shift.
     uint32_t key[4] = {order_key((uint32_t)v0.x), order_key((uint32_t)v0.y), order_key((uint32_t)v1.x),
                        order_key((uint32_t)v1.y)};
+    if (!has) key[0] = key[1] = key[2] = key[3] = 0;  // below every number's
     int id[4] = {4 * b.lane, 4 * b.lane + 1, 4 * b.lane + 2, 4 * b.lane + 3};
     auto sort = [&](int i, int j) {  // equal keys keep their order because only neighbours are compared
       const bool swap = key[j] > key[i];
@@ -207,15 +164,16 @@ __device__ __forceinline__ bool choose_experts(const Block& b) {
 
 // One warp.
 template <bool kDebug>
-__device__ __forceinline__ void produce_experts(Block b) {
+__device__ __forceinline__ void decode_produce_experts(DecodeBlock b) {
   Stream<kExpertSlots> out{{smem_address(b.s.expert_full), smem_address(b.s.expert_empty)},
                            smem_address(b.s.expert),
                            kPairTileBytes,
                            (uint32_t)b.p.expert_flight,
                            evict_first_policy(),
-                           &b.s.quit};
+                           &b.s.quit,
+                           nullptr};
   constexpr int kFirstPages = 2;  // issued before the scales are fetched; a gate/up page must be left for after
-  static_assert(kTokenPairUnits / kGrid > kFirstPages);
+  static_assert(!kFastDecode || kTokenPairUnits / kGrid > kFirstPages);
   const int u0 = first_item(kTokenPairUnits, b.sm), u1 = first_item(kTokenPairUnits, b.sm + 1);
 #pragma unroll 1
   for (int step = 0; step < b.p.steps; step++) {
