@@ -50,6 +50,11 @@ typedef struct {
   double decode_s;  /* all later tokens */
 } mk_result;
 
+typedef struct {
+  double step_s;  /* of the device, without the host's part */
+  double experts; /* distinct experts that the tokens chose, mean over the layers */
+} mk_timing;
+
 /* Called on the calling thread as each token is chosen (a stop token included); non-zero ends the generation. */
 typedef int32_t (*mk_token_callback)(void* user, int32_t token);
 
@@ -77,6 +82,11 @@ int32_t mk_generate(mk_model* model, const int32_t* prompt, int32_t num_prompt, 
 void mk_cancel(mk_model* model);
 /* Bytes per second that this model's threads read from its weights, one pass; the ceiling that speeds are held to. */
 int32_t mk_read_bandwidth(mk_model* model, double* bytes_per_second);
+
+/* A kernel may lack what follows. */
+
+/* Runs 1..MK_MAX_STEP_TOKENS tokens with logits of all of them after what the cache holds, and forgets them again. */
+int32_t mk_time_step(mk_model* model, const int32_t* tokens, int32_t num_tokens, mk_timing* timing);
 #ifdef __cplusplus
 }
 #endif

@@ -72,7 +72,18 @@ class Result(ctypes.Structure):
     ]
 
 
-STRUCTS: dict[str, type[ctypes.Structure]] = {"mk_options": Options, "mk_request": Request, "mk_result": Result}
+class Timing(ctypes.Structure):
+    """mk_timing: what mk_time_step found."""
+
+    _fields_ = [("step_s", c_double), ("experts", c_double)]
+
+
+STRUCTS: dict[str, type[ctypes.Structure]] = {
+    "mk_options": Options,
+    "mk_request": Request,
+    "mk_result": Result,
+    "mk_timing": Timing,
+}
 
 # name -> (result, arguments). mk_model* is an opaque c_void_p.
 FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
@@ -89,7 +100,9 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     ),
     "mk_cancel": (None, (c_void_p,)),
     "mk_read_bandwidth": (c_int32, (c_void_p, POINTER(c_double))),
+    "mk_time_step": (c_int32, (c_void_p, POINTER(c_int32), c_int32, POINTER(Timing))),
 }
+OPTIONAL = frozenset({"mk_time_step"})  # those that a kernel may lack
 
 # How the header spells the types of struct fields.
 _C_TYPES: dict[Any, str] = {
@@ -105,9 +118,11 @@ _C_TYPES: dict[Any, str] = {
 def bind(lib: ctypes.CDLL) -> ctypes.CDLL:
     """Sets the argument and result types of every function of the ABI on `lib` and returns it.
 
-    Raises AttributeError, naming the function, when `lib` lacks one.
+    Raises AttributeError, naming the function, when `lib` lacks one that is not optional.
     """
     for name, (result, arguments) in FUNCTIONS.items():
+        if name in OPTIONAL and not hasattr(lib, name):
+            continue
         function = getattr(lib, name)
         function.restype = result
         function.argtypes = arguments

@@ -1,4 +1,5 @@
-"""`mkpack bench`: speed of an artifact on this machine, beside the time its bytes take at the memory's own speed.
+"""`mkpack bench`: speed of an artifact on this machine, beside the time its bytes take at the memory's own speed. Here
+of CPU targets; bench_gpu.py measures the others.
 
 Decode is measured after filling the cache to a context, prefill while filling it. Both are medians of several runs; the
 bandwidth is that of the same threads over the same weights, the best of passes before, between and after.
@@ -12,12 +13,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mkpack import platform, schedule
 from mkpack.errors import UserError
 from mkpack.layout import counted_sections
 from mkpack.loader import load
 from mkpack.model import Model
+
+if TYPE_CHECKING:
+    from mkpack.bench_gpu import GpuResult
 
 DEFAULT_CONTEXTS = (128, 1024)
 NEW_TOKENS = 64
@@ -80,10 +85,16 @@ class BenchResult:
 
 
 def run(
-    path: Path | str, *, target: str | None = None, threads: int | None = None, contexts: Sequence[int] | None = None
-) -> BenchResult:
+    path: Path | str,
+    *,
+    target: str | None = None,
+    threads: int | None = None,
+    contexts: Sequence[int] | None = None,
+    prompt_tokens: int | None = None,
+    new_tokens: int | None = None,
+) -> BenchResult | GpuResult:
     """Measures an artifact. target, threads: as load() takes them. contexts: positions in the cache when decoding
-    starts.
+    starts. prompt_tokens, new_tokens: of the generation that is timed on a GPU; a CPU target has none.
 
     Raises UserError for a context that leaves no room for the measured tokens.
     """
@@ -91,6 +102,12 @@ def run(
     with load(path, target=target, threads=threads) as model:
         model.step([0], 0)  # waits for the digests, as the first token of a run does
         load_s = time.perf_counter() - start
+        if model.manifest.kernels[model.target].layout == "cuda":
+            from mkpack import bench_gpu
+
+            return bench_gpu.run(model, str(path), load_s, contexts, prompt_tokens, new_tokens)
+        if prompt_tokens or new_tokens:
+            raise UserError(f"--prompt-tokens and --new-tokens are for GPUs; the target here is {model.target}")
         room = model.context - NEW_TOKENS
         if too_long := [c for c in contexts or () if c > room]:
             raise UserError(f"context {too_long[0]}: expected at most {room}, {NEW_TOKENS} below the artifact's limit")

@@ -217,7 +217,8 @@ def _speed(m: Manifest, benches: Mapping[str, Bench]) -> Iterator[str]:
             )
     yield ""
     for target, bench in sorted(benches.items()):
-        yield f"`{target}`: {bench.threads} threads; {bench.bandwidth:.1f} GB/s, measured in the same run."
+        threads = f"{bench.threads} threads; " if bench.threads else ""  # of a GPU nobody counts them
+        yield f"`{target}`: {threads}{bench.bandwidth:.1f} GB/s, measured in the same run."
 
 
 def _provenance(m: Manifest) -> Iterator[str]:

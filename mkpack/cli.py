@@ -279,13 +279,24 @@ def bench(
     context: Annotated[
         list[int] | None, typer.Option(min=1, help="Positions in the cache when it starts; may be repeated.")
     ] = None,
+    prompt_tokens: Annotated[
+        int | None, typer.Option(min=1, help="GPU: prompt of the generation that is timed. [default: 39]")
+    ] = None,
+    new_tokens: Annotated[int | None, typer.Option(min=2, help="GPU: tokens that it makes. [default: 512]")] = None,
     json: AsJson = False,
 ) -> None:
     """Measure speed beside the bound of this machine's memory."""
     from mkpack import bench as benchmark
     from mkpack.repo import located
 
-    result = benchmark.run(located(artifact), target=target, threads=threads, contexts=context)
+    result = benchmark.run(
+        located(artifact),
+        target=target,
+        threads=threads,
+        contexts=context,
+        prompt_tokens=prompt_tokens,
+        new_tokens=new_tokens,
+    )
     typer.echo(result.to_json() if json else result.render())
 
 

@@ -140,13 +140,26 @@ class Model:
         """Bytes per second that the model's threads read from its weights: what speeds are held against."""
         return self._native.read_bandwidth()
 
-    def bytes_per_step(self, tokens: int = 1, position: int = 0) -> float:
-        """Bytes that a step must read on what the model runs on: weights once (of experts those that `tokens` tokens
-        are expected to choose), and the keys and values of `position` earlier tokens."""
+    def time_step(self, tokens: Sequence[int]) -> tuple[float, float]:
+        """Seconds that the device takes for one step of these tokens with logits of all of them, after what the cache
+        holds and without keeping them; and how many distinct experts they chose, the mean of the layers.
+
+        tokens: at most limits.tokens_per_step. UserError when the kernel times no step; those for CPUs do not.
+        """
+        ids, most = self._token_ids(tokens, "tokens"), self.manifest.limits.tokens_per_step
+        if len(ids) > most:
+            raise UserError(f"a step of {len(ids)} tokens: this artifact was built for at most {most}")
+        if self._digests:
+            self._digests.wait()
+        return self._native.time_step(ids)
+
+    def bytes_per_step(self, tokens: int = 1, position: int = 0, experts: float | None = None) -> float:
+        """Bytes that a step must read on what the model runs on: weights once (of experts `experts` a layer, or those
+        that `tokens` tokens are expected to choose), and the keys and values of `position` earlier tokens."""
         from mkpack import schedule
 
         m, kv_bytes = self.manifest, schedule.KV_BYTES[self.manifest.kernels[self.target].layout]
-        return schedule.bytes_per_step(m.spec, counted_sections(m), m.tp, tokens, position, kv_bytes)
+        return schedule.bytes_per_step(m.spec, counted_sections(m), m.tp, tokens, position, kv_bytes, experts)
 
     def step(self, tokens: Sequence[int], num_logits: int = 1) -> np.ndarray:
         """Runs tokens after what the cache holds; any number that fits the context.
@@ -190,10 +203,11 @@ class Model:
         return Generation(job, self._pieces(job, self.text.stream()))
 
     def generate_tokens(
-        self, prompt: Prompt, *, raw: bool = False, **options: Unpack[GenerateOptions]
+        self, prompt: Prompt, *, raw: bool = False, reuse: bool = False, **options: Unpack[GenerateOptions]
     ) -> Generation[int]:
-        """generate(), in token ids; a stop token that ends it is the last."""
-        job = self._job(self._encode(prompt, raw), False, **options)
+        """generate(), in token ids; a stop token that ends it is the last. reuse: what the cache already holds of the
+        prompt is not run again."""
+        job = self._job(self._encode(prompt, raw), reuse, **options)
         return Generation(job, self._tokens(job))
 
     def _encode(self, prompt: Prompt, raw: bool) -> list[int]:

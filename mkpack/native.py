@@ -134,6 +134,11 @@ class NativeModel:
         if code != abi.OK:
             raise self._library.error(code, doing)
 
+    def _need(self, function: str, without: str) -> None:
+        """UserError when the kernel lacks an optional function of the ABI; `without`: what it then does."""
+        if not hasattr(self._library.lib, function):
+            raise UserError(f"this kernel {without}: it is for a CPU or was built by an older mkpack; build it again")
+
     def length(self) -> int:
         handle = self._ready()
         return int(self._library.lib.mk_length(handle))
@@ -152,6 +157,14 @@ class NativeModel:
         handle, result = self._ready(), ctypes.c_double()
         self._check(self._library.lib.mk_read_bandwidth(handle, ctypes.byref(result)), "measuring the bandwidth")
         return result.value
+
+    def time_step(self, tokens: Sequence[int]) -> tuple[float, float]:
+        """mk_time_step: seconds of a step, and distinct experts a layer."""
+        self._need("mk_time_step", "times no single step")
+        handle, ids, result = self._ready(), (ctypes.c_int32 * len(tokens))(*tokens), abi.Timing()
+        code = self._library.lib.mk_time_step(handle, ids, len(tokens), ctypes.byref(result))
+        self._check(code, "timing a step")
+        return result.step_s, result.experts
 
     def generate(self, prompt: Sequence[int], request: abi.Request) -> Run:
         """Starts mk_generate on a thread of its own."""

@@ -29,6 +29,7 @@ TYPES = {
     "const mk_options*": ctypes.POINTER(abi.Options),
     "const mk_request*": ctypes.POINTER(abi.Request),
     "mk_result*": ctypes.POINTER(abi.Result),
+    "mk_timing*": ctypes.POINTER(abi.Timing),
     "mk_token_callback": abi.TokenCallback,
 }
 

@@ -521,7 +521,8 @@ def test_dry_run_builds_nothing(call: Any, tmp_path: Path) -> None:
 
 def test_bench_and_eval_pass_their_options(call: Any) -> None:
     _, out, _ = call("bench", "a.mkpack", "--threads", "2", "--context", "64", "--context", "128")
-    assert out == "text of ('a.mkpack', {'target': None, 'threads': 2, 'contexts': [64, 128]})\n"
+    options = {"target": None, "threads": 2, "contexts": [64, 128], "prompt_tokens": None, "new_tokens": None}
+    assert out == f"text of ('a.mkpack', {options})\n"
     _, out, _ = call("eval", "a.mkpack", "--against", "b.mkpack", "--tokens", "9")
     assert out == "text of ('a.mkpack', 'b.mkpack', {'text': None, 'tokens': 9, 'threads': None})\n"
     assert call("eval", "a.mkpack")[0] == 2

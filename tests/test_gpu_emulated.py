@@ -10,11 +10,12 @@ import emulator
 import families
 import pytest
 
+from mkpack import bench, bench_gpu, card, layout_cuda, platform, session
 from mkpack import build as builder
 from mkpack import compile as compiling
-from mkpack import layout_cuda, platform, session
 from mkpack.artifact import extract
 from mkpack.compile import CUDA_TARGETS, Kernel, Unit
+from mkpack.errors import UserError
 from mkpack.loader import load
 from mkpack.platform import CudaDevice, CudaDriver
 
@@ -75,3 +76,36 @@ def test_text_stops_and_speed_from_an_unpacked_folder(artifact, tmp_path):
         kv = 2 * 2 * 2 * 64 * 2  # keys and values of 2 layers and 2 heads of 64, in bfloat16
         assert model.bytes_per_step(position=9) - model.bytes_per_step() == 9 * kv
         assert "tokens/s" in lines[0] and lines[2].startswith("bound:  ") and "MB a token" in lines[2]
+
+
+def test_bench_measures_steps_of_all_sizes(artifact, monkeypatch):
+    """Times are the emulator's own; the checks beside them are real."""
+    for name, value in {"RUNS": 2, "STEP_RUNS": 2, "DECODE_TOKENS": 4, "ROOM": 16, "STEP_TOKENS": (1, 4, 16)}.items():
+        monkeypatch.setattr(bench_gpu, name, value)
+    result = bench.run(artifact, contexts=[20, 5], prompt_tokens=3, new_tokens=4)
+    assert [p.context for p in result.points] == [5, 20] and result.gpu == "emulated"
+    with load(artifact) as model:
+        spec = model.spec
+        for point in result.points:
+            assert point.repeats and all(s.repeats for s in point.steps) and point.decode_bound_ms > 0
+            assert point.gap < 2e-2 and max(s.error for s in point.steps) < 2e-2
+            assert point.decode_mb * 1e6 == model.bytes_per_step(1, point.context + 2)
+            for step in point.steps:
+                assert spec.moe.top_k <= step.experts <= min(spec.moe.num_experts, step.tokens * spec.moe.top_k)
+                assert step.mb * 1e6 == model.bytes_per_step(step.tokens, point.context, step.experts)
+            assert point.steps[0].experts == spec.moe.top_k and point.steps[0].error == 0
+    text = result.render()
+    assert "runs repeated: equal bits; steps of all sizes and generations agree to " in text and "within 0.02" in text
+    assert "random weights" not in text and "3 tokens in, 4 out" in text
+    assert card.read_bench(result.to_json().encode(), "-").speeds[1].context == 20
+
+
+def test_bench_refuses_what_does_not_fit(artifact):
+    with pytest.raises(UserError, match="context 40: expected at most "):
+        bench.run(artifact, contexts=[40])
+    with pytest.raises(UserError, match=r"a generation of 40 \+ 10 tokens: the context holds 48"):
+        bench.run(artifact, contexts=[1], prompt_tokens=40, new_tokens=10)
+    with pytest.raises(UserError, match="--new-tokens are for GPUs"):
+        bench.run(artifact, target="cpu", new_tokens=10)
+    with load(artifact, target="cpu") as model, pytest.raises(UserError, match="this kernel times no single step"):
+        model.time_step([1])

@@ -153,6 +153,7 @@ __device__ __forceinline__ void list_active(const StepBlock& b) {
   if (b.tid == kTeam - 1) {
     const int active = (before + own) >> 16;
     b.s.active_count = active;
+    if (b.sm() == 0) atomicAdd(b.p.experts_hit, (uint32_t)active);
     b.s.list_start[active] = (int16_t)pairs;
   }
 }

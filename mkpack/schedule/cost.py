@@ -22,9 +22,15 @@ def distinct_experts(num_experts: int, top_k: int, tokens: int) -> float:
 
 
 def phase_bytes(
-    spec: ModelSpec, phase: Phase, tokens: int = 1, position: int = 0, kv_bytes: int = KV_BYTES["cpu"]
+    spec: ModelSpec,
+    phase: Phase,
+    tokens: int = 1,
+    position: int = 0,
+    kv_bytes: int = KV_BYTES["cpu"],
+    experts: float | None = None,
 ) -> float:
-    """Bytes one phase must read for a step of `tokens` tokens after `position` earlier ones."""
+    """Bytes one phase must read for a step of `tokens` tokens after `position` earlier ones. experts: distinct ones
+    that they chose, by default what distinct_experts() expects."""
     if phase.name == "attention":
         assert phase.layer is not None
         window = spec.layers[phase.layer].sliding_window
@@ -32,7 +38,9 @@ def phase_bytes(
         return phase.nbytes + 2 * seen * spec.kv_size * kv_bytes
     if phase.routed:
         assert spec.moe is not None
-        return phase.nbytes * distinct_experts(spec.moe.num_experts, spec.moe.top_k, tokens) / spec.moe.num_experts
+        if experts is None:
+            experts = distinct_experts(spec.moe.num_experts, spec.moe.top_k, tokens)
+        return phase.nbytes * experts / spec.moe.num_experts
     return phase.nbytes
 
 
@@ -43,7 +51,8 @@ def bytes_per_step(
     tokens: int = 1,
     position: int = 0,
     kv_bytes: int = KV_BYTES["cpu"],
+    experts: float | None = None,
 ) -> float:
     """Bytes a step must read, all ranks together: weights once, and the keys and values of `position` tokens, kv_bytes
-    an element."""
-    return sum(phase_bytes(spec, p, tokens, position, kv_bytes) for p in phases(spec, sections, tp))
+    an element. experts: as phase_bytes() takes them, of every layer."""
+    return sum(phase_bytes(spec, p, tokens, position, kv_bytes, experts) for p in phases(spec, sections, tp))
