@@ -5,12 +5,12 @@ A tile is 16 rows; lane r of every 16-lane vector is row r. Columns come in bloc
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
+from mkpack.blobfile import BlobFile, Seal
 from mkpack.formats import QTensor
 from mkpack.layout import BLOCK_COLS, TILE_ROWS, Layout, Piece, align, ceil_div, scale_floats, tile_bytes
 from mkpack.spec import Format
@@ -26,8 +26,8 @@ def pack_tiles(fmt: Format, data: np.ndarray, scale: np.ndarray | None, cols: in
     tiles = ceil_div(len(data), TILE_ROWS)
     rows = np.zeros((tiles * TILE_ROWS, blocks * per_block), dtype)
     rows[: len(data), : data.shape[1]] = data
-    # [tile, row, block, vector, values of a lane] -> [tile, block, vector, row, values of a lane]
-    body = rows.reshape(tiles, TILE_ROWS, blocks, per_block // per_lane, per_lane).transpose(0, 2, 3, 1, 4)
+    # [tile, row, block, vector] -> [tile, block, vector, row]; the values of a lane move as the 32 bits they are.
+    body = rows.view(np.uint32).reshape(tiles, TILE_ROWS, blocks, per_block // per_lane).transpose(0, 2, 3, 1)
     out = np.zeros((tiles, tile_bytes(fmt, cols)), np.uint8)
     head = 0
     if fmt == "nvfp4":
@@ -65,76 +65,66 @@ def _tile_scales(fmt: Format, scale2: np.ndarray, piece: Piece) -> np.ndarray:
     return rows.reshape(piece.tiles, TILE_ROWS)
 
 
-def _places(piece: Piece) -> np.ndarray:
-    """Where in a vector section the rows of a piece lie: int64 [rows]."""
-    row = np.arange(piece.rows)
-    return (piece.tile + row // TILE_ROWS * piece.stride) * TILE_ROWS + row % TILE_ROWS
-
-
 class BlobWriter:
-    """Writes every rank's blob in one pass over the tensors, in any order.
+    """Writes every rank's blob in one pass over the tensors, in any order and by several threads at once.
 
-    Matrices go straight to the files; vectors and scales (under 1% of the bytes) are collected and written when the
-    `with` block that holds the writer ends without an error.
+    resume: what an earlier writer wrote stays, so that its tensors need not be put again.
     """
 
-    def __init__(self, layout: Layout, paths: list[Path]):
+    def __init__(self, layout: Layout, paths: list[Path], resume: bool = False):
         self.layout = layout
-        self._files = [os.open(p, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644) for p in paths]
-        for fd in self._files:
-            os.truncate(fd, layout.nbytes)
-        self._small = [
-            {s.name: np.zeros(s.nbytes // 4, np.float32) for s in layout.sections if s.cols == 1} for _ in paths
-        ]
+        self._files = [BlobFile(p, layout.nbytes, resume) for p in paths]
 
-    def put(self, tensor: str, q: QTensor, fmt: Format) -> None:
-        """Stores `q` wherever the layout keeps `tensor` in format `fmt` (a tied embedding may have two formats)."""
+    def put(self, tensor: str, q: QTensor, fmt: Format) -> list[Seal]:
+        """Stores `q` wherever the layout keeps `tensor` in format `fmt` (a tied embedding may have two formats).
+        Returns a seal for every rank, of what it got."""
+        seals = [Seal() for _ in self._files]
         for section, rank, piece in self.layout.homes(tensor):
             s = self.layout.section(section)
             if s.cols == 1:
-                self._small[rank][section][_places(piece)] = q.data.reshape(-1)[piece.row : piece.row + piece.rows]
+                values = q.data.reshape(-1)[piece.row : piece.row + piece.rows]
+                self._put_tiles(rank, seals[rank], s.offset, piece, values, TILE_ROWS)
             elif s.format == fmt:
-                self._put_matrix(section, rank, piece, q)
+                self._put_matrix(section, rank, seals[rank], piece, q)
+        return seals
 
-    def _put_matrix(self, section: str, rank: int, piece: Piece, q: QTensor) -> None:
-        s, size = self.layout.section(section), tile_bytes(q.format, q.shape[1])
+    def holds(self, seals: list[Seal]) -> bool:
+        """Whether what put() returned these for is in the blobs."""
+        return len(seals) == len(self._files) and all(
+            file.holds(seal) for file, seal in zip(self._files, seals, strict=True)
+        )
+
+    def _put_matrix(self, section: str, rank: int, seal: Seal, piece: Piece, q: QTensor) -> None:
+        s = self.layout.section(section)
         rows = slice(piece.row, piece.row + piece.rows)
         if piece.rows:
             data = pack_tiles(q.format, q.data[rows], None if q.scale is None else q.scale[rows], q.shape[1])
-            first = s.offset + piece.tile * size
-            if piece.stride == 1:
-                _write_all(self._files[rank], data.reshape(-1).data, first)
-            else:
-                for i, tile in enumerate(data):
-                    _write_all(self._files[rank], tile.data, first + i * piece.stride * size)
+            self._put_tiles(rank, seal, s.offset, piece, data, data.shape[1])
         if n := scale_floats(q.format):
             assert q.scale2 is not None
-            values = self._small[rank][section + ".scale"].reshape(-1, n)
-            values[piece.tile : piece.tile + piece.tiles * piece.stride : piece.stride] = _tile_scales(
-                q.format, q.scale2, piece
-            )
+            offset = self.layout.section(section + ".scale").offset
+            self._put_tiles(rank, seal, offset, piece, _tile_scales(q.format, q.scale2, piece), n)
+
+    def _put_tiles(self, rank: int, seal: Seal, offset: int, piece: Piece, data: np.ndarray, size: int) -> None:
+        """The tiles of a piece, of `size` elements each (the last may have fewer), in a section at `offset`."""
+        data = data.reshape(-1)
+        step = len(data) if piece.stride == 1 else size
+        for start in range(0, len(data), max(step, 1)):
+            place = (piece.tile + start // size * piece.stride) * size
+            self._files[rank].write(offset + place * data.itemsize, data[start : start + step], seal)
 
     def __enter__(self) -> BlobWriter:
         return self
 
-    def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
-        try:
-            if failed is None:
-                self._write_small()
-        finally:
-            for fd in self._files:
-                os.close(fd)
-
-    def _write_small(self) -> None:
-        for fd, small in zip(self._files, self._small, strict=True):
-            for name, values in small.items():
-                _write_all(fd, values.view(np.uint8).data, self.layout.section(name).offset)
+    def __exit__(self, *_: object) -> None:
+        for file in self._files:
+            file.close()
 
 
-def _write_all(fd: int, data: memoryview, offset: int) -> None:
-    while data:
-        n = os.pwrite(fd, data, offset)
-        data, offset = data[n:], offset + n
+def _places(piece: Piece) -> np.ndarray:
+    """Where in a vector section the rows of a piece lie: int64 [rows]."""
+    row = np.arange(piece.rows)
+    return (piece.tile + row // TILE_ROWS * piece.stride) * TILE_ROWS + row % TILE_ROWS
 
 
 def unpack(layout: Layout, blobs: list[np.ndarray], shapes: Mapping[str, tuple[int, ...]], tensor: str) -> QTensor:

@@ -5,7 +5,6 @@ A dense page is 8 rows x 2048 bytes, an NVFP4 page 16 rows x 2048 columns; docs/
 
 from __future__ import annotations
 
-import os
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from mkpack.blobfile import BlobFile, Seal
 from mkpack.formats import QTensor
 from mkpack.layout_cuda import (
     CHUNK,
@@ -176,48 +176,52 @@ class CudaBlobWriter:
     """Writes the CUDA blob in one pass over the tensors, in any order; the counterpart of pack.BlobWriter.
 
     `put` may be called by several threads at once; most of its time numpy and the system work without the interpreter's
-    lock. An expert's gate and up share tiles, so the first of the two waits in memory for the other. Vectors and scales
-    are written when the `with` block that holds the writer ends without an error.
+    lock. An expert's gate and up share tiles, so the first of the two waits in memory for the other; a `with` block
+    that ends without an error has seen both. resume: what an earlier writer wrote stays.
     """
 
-    def __init__(self, layout: CudaLayout, path: Path) -> None:
+    def __init__(self, layout: CudaLayout, path: Path, resume: bool = False) -> None:
         self.layout = layout
-        self._small = {s.name: np.zeros(s.nbytes // 4, np.float32) for s in layout.sections if s.cols == 1}
         self._waiting: dict[str, QTensor] = {}
         self._lock = threading.Lock()  # of _waiting
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
-        os.truncate(self._file, layout.nbytes)
+        self._file = BlobFile(path, layout.nbytes, resume)
 
-    def put(self, tensor: str, q: QTensor, fmt: Format) -> None:
+    def put(self, tensor: str, q: QTensor, fmt: Format) -> list[Seal]:
         """Stores `q` where the layout keeps the canonical `tensor` in format `fmt`, which is q.format (a tied embedding
-        may have two formats). Raises KeyError for a tensor that the layout does not hold."""
-        layout = self.layout
+        may have two formats). Returns one seal, of what was written: of gate and up the second has the bytes of both.
+        Raises KeyError for a tensor that the layout does not hold."""
+        layout, seal = self.layout, Seal()
         if tensor in ("embed", "lm_head"):
             if tensor == "embed" and fmt == "bf16":
-                self._write("embedding", 0, q.data)
+                self._write(seal, "embedding", 0, q.data)
             if (tensor == "lm_head" or layout.spec.tie_word_embeddings) and fmt == layout.precision["lm_head"]:
-                self._matrix("head", 0, 0, q)
-            return
+                self._matrix(seal, "head", 0, 0, q)
+            return [seal]
         at, size = place_of_vector(layout, tensor)
         if size:
-            self._small["norms"][at : at + size] = q.data
-            return
+            self._write(seal, "norms", at * 4, q.data)
+            return [seal]
         layer, expert, part = parse(layout, tensor)
         if expert is not None:
-            self._expert(layer, expert, part, q)
+            self._expert(seal, layer, expert, part, q)
         elif part == "router":
-            self._write("routers", layer * layout.router_bytes, q.data)
+            self._write(seal, "routers", layer * layout.router_bytes, q.data)
         else:
             at = layer * layout.dense_layer_bytes + dense_offset(layout, part)
-            self._matrix("dense", at, layer * layout.dense_scale_layer + layout.dense_rows[part], q)
+            self._matrix(seal, "dense", at, layer * layout.dense_scale_layer + layout.dense_rows[part], q)
+        return [seal]
 
-    def _expert(self, layer: int, expert: int, part: str, q: QTensor) -> None:
+    def holds(self, seals: list[Seal]) -> bool:
+        """Whether what put() returned these for is in the blob."""
+        return len(seals) == 1 and self._file.holds(seals[0])
+
+    def _expert(self, seal: Seal, layer: int, expert: int, part: str, q: QTensor) -> None:
         number = layer * self.layout.num_experts + expert
         at = number * self.layout.expert_bytes
         assert q.scale2 is not None
-        self._small["expert_scales"][number * 4 + _SCALE[part]] = q.scale2[0]
+        self._write(seal, "expert_scales", (number * 4 + _SCALE[part]) * 4, q.scale2)
         if part == "down":
-            self._write("experts", at + self.layout.pair_bytes, pack_nvfp4(*_halves(q)))
+            self._write(seal, "experts", at + self.layout.pair_bytes, pack_nvfp4(*_halves(q)))
             return
         other = "up" if part == "gate" else "gate"
         prefix = f"layers.{layer}.experts.{expert}."
@@ -226,36 +230,27 @@ class CudaBlobWriter:
             if found is None:
                 self._waiting[prefix + part] = q
                 return
-        self._write("experts", at, pack_nvfp4(*((q, found) if part == "gate" else (found, q))))
+        self._write(seal, "experts", at, pack_nvfp4(*((q, found) if part == "gate" else (found, q))))
 
-    def _matrix(self, section: str, at: int, scale_at: int, q: QTensor) -> None:
+    def _matrix(self, seal: Seal, section: str, at: int, scale_at: int, q: QTensor) -> None:
         """A matrix whose pages begin at byte `at` of its section and whose row scales at float `scale_at` of theirs."""
         stored = row_bytes(q.format, q.shape[1])
         step = max(_SLAB // stored // PAGE_ROWS, 1) * PAGE_ROWS
         for row in range(0, q.shape[0], step):
-            self._write(section, at + row * stored, pack_pages(q.data[row : row + step]))
+            self._write(seal, section, at + row * stored, pack_pages(q.data[row : row + step]))
         if q.scale2 is not None:
-            self._small[f"{section}_scales"][scale_at : scale_at + q.shape[0]] = q.scale2
+            self._write(seal, f"{section}_scales", scale_at * 4, q.scale2)
 
-    def _write(self, section: str, at: int, data: np.ndarray) -> None:
-        view = np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
-        offset = self.layout.offset(section) + at
-        while view:
-            n = os.pwrite(self._file, view, offset)
-            view, offset = view[n:], offset + n
+    def _write(self, seal: Seal, section: str, at: int, data: np.ndarray) -> None:
+        self._file.write(self.layout.offset(section) + at, data, seal)
 
     def __enter__(self) -> CudaBlobWriter:
         return self
 
     def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
-        try:
-            if failed is None:
-                if self._waiting:
-                    raise ValueError(f"only one of gate and up was given: {', '.join(sorted(self._waiting)[:4])}")
-                for section, values in self._small.items():
-                    self._write(section, 0, values)
-        finally:
-            os.close(self._file)
+        self._file.close()
+        if failed is None and self._waiting:
+            raise ValueError(f"only one of gate and up was given: {', '.join(sorted(self._waiting)[:4])}")
 
 
 _SCALE = {"gate": 0, "up": 1, "down": 2}  # of an expert's float4

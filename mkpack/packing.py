@@ -83,12 +83,15 @@ def _quantise(
         for fmt in todo.formats(role):
             if fmt == "nvfp4" and len(group) > 1 and shared is None:
                 shared = quantize.tensor_scale(*read, names=[r.label for r in group])
-            q = quantize.quantise(tensor, fmt, name=role.label, scale2=shared)
+            scale2 = shared if fmt == "nvfp4" else None
+            q, error = quantize.quantise_measured(
+                tensor, fmt, name=role.label, scale2=scale2, algorithm=todo.recipe.quantise.algorithm
+            )
             for writer in writers:
                 writer.put(role.name, q, fmt)
             if role.precision:
                 # The second format of a tied embedding is that of the head.
-                errors["lm_head" if role.name in errors else role.name] = quantize.tensor_error(q, tensor)
+                errors["lm_head" if role.name in errors else role.name] = error
         if plain:
             fmt = plain.layout.format_of(role)
             plain.put(role.name, quantize.quantise(tensor, fmt, name=role.label), fmt)
@@ -99,8 +102,7 @@ def _import_libraries(todo: Plan) -> None:
     """Takes seconds: in this thread, where Ctrl-C ends it, and not in one that has to be waited for."""
     import torch  # noqa: F401
 
-    if any(fmt in ("nvfp4", "fp8") for role in todo.roles for fmt in todo.formats(role)):
-        quantize.load_modelopt()
+    quantize.load_for({fmt for role in todo.roles for fmt in todo.formats(role)})
 
 
 def _one_torch_thread() -> None:

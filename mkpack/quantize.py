@@ -1,4 +1,7 @@
-"""One torch tensor -> `QTensor` through nvidia-modelopt, and how far the result is from the source.
+"""One torch tensor -> `QTensor` with the arithmetic of nvidia-modelopt, and how far the result is from the source.
+
+NVFP4 is encoded on a GPU by modelopt where there is one, else by a kernel of our own (nvfp4_kernel.py), else by
+modelopt on the CPU: the same bits. fp8 is modelopt's in any case.
 
 torch and modelopt are imported inside the functions: both are heavy, and the run side has neither. Tensors are CPU
 tensors of dtype float32, float16 or bfloat16, or `Prequantised` matrices: their payload is taken over where it has the
@@ -11,7 +14,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -20,9 +23,10 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
+from . import nvfp4_kernel
 from .errors import UserError
 from .formats import BLOCK, E2M1_MAX, E4M3_MAX, Prequantised, QTensor, e2m1_values
-from .spec import Format
+from .spec import Algorithm, Format
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +36,13 @@ T = TypeVar("T")
 # Elements of one call into modelopt: enough to hide the cost of a call, few enough for the cache; the fewer, the
 # better the CPUs share a small tensor.
 MIN_CHUNK, MAX_CHUNK = 1 << 16, 1 << 18
+
+GPU_CHUNK = 1 << 24  # elements of one call on a GPU, whose two dozen operations take 20 bytes of memory for each
+
+# Block scales that `algorithm: mse` tries: how many e4m3 codes below and above that of the block's maximum. Above, to
+# where the maximum becomes the code 4 instead of 6 (six codes are a factor of 1.5 to 1.75); of Gaussian weights, wider
+# searches gained less than 0.01% of the error.
+SEARCH: dict[Algorithm, tuple[int, int]] = {"max": (0, 0), "mse": (2, 6)}
 
 NVFP4_MAX = E2M1_MAX * E4M3_MAX  # 2688: the largest value of NVFP4 when scale2 is 1
 
@@ -59,6 +70,12 @@ def load_modelopt() -> ModuleType:
     return qtensor
 
 
+def load_for(formats: Collection[Format]) -> None:
+    """What quantising to these formats needs, imported or compiled now rather than with the first tensor."""
+    if "nvfp4" in formats and (has_gpu() or nvfp4_kernel.nvfp4_kernel() is None) or "fp8" in formats:
+        load_modelopt()
+
+
 def tensor_scale(*tensors: torch.Tensor | Prequantised, names: Sequence[str] = ()) -> float:
     """The NVFP4 scale2 of tensors that share one (gate and up of an expert): their joint amax / 2688, a float32 value.
 
@@ -72,20 +89,45 @@ def tensor_scale(*tensors: torch.Tensor | Prequantised, names: Sequence[str] = (
 
 
 def quantise(
-    tensor: torch.Tensor | Prequantised, fmt: Format, *, name: str = "tensor", scale2: float | None = None
+    tensor: torch.Tensor | Prequantised,
+    fmt: Format,
+    *,
+    name: str = "tensor",
+    scale2: float | None = None,
+    algorithm: Algorithm = "max",
 ) -> QTensor:
     """Store a tensor in a format.
 
     tensor: [N, K], or [n] for f32. scale2: the NVFP4 tensor scale of a group (see `tensor_scale`), by default the
     tensor's own; ValueError when the tensor holds larger values than it can express. It does not concern a tensor that
-    is NVFP4 already. Arrays of the result may share
-    memory with the tensor when the format does not change it.
+    is NVFP4 already. algorithm: how NVFP4 block scales are chosen, by the block's maximum, or by the least squared
+    error among its neighbours. Arrays of the result may share memory with the tensor when the format does not change it.
 
     Raises UserError, naming the tensor, for another dtype, for NaN or Inf, and for values beyond bfloat16's range.
     """
+    return _quantise(tensor, fmt, name, scale2, algorithm)[0]
+
+
+def quantise_measured(
+    tensor: torch.Tensor | Prequantised,
+    fmt: Format,
+    *,
+    name: str = "tensor",
+    scale2: float | None = None,
+    algorithm: Algorithm = "max",
+) -> tuple[QTensor, ErrorStats]:
+    """quantise() and tensor_error() of the result, in one pass where NVFP4 is encoded; the error then also says what
+    `algorithm: max` would have given."""
+    q, error = _quantise(tensor, fmt, name, scale2, algorithm)
+    return q, error or tensor_error(q, tensor)
+
+
+def _quantise(
+    tensor: torch.Tensor | Prequantised, fmt: Format, name: str, scale2: float | None, algorithm: Algorithm
+) -> tuple[QTensor, ErrorStats | None]:
     if isinstance(tensor, Prequantised):
         if tensor.q.format == fmt:
-            return tensor.q
+            return tensor.q, None
         tensor = _floats(tensor)
     if fmt != "f32" and tensor.dim() != 2:
         raise ValueError(f"{name}: {fmt} needs a matrix, found shape {list(tensor.shape)}")
@@ -95,17 +137,17 @@ def quantise(
     amax = _amax(tensor, name)
     match fmt:
         case "f32":
-            return QTensor("f32", tuple(tensor.shape), tensor.float().contiguous().numpy())
+            return QTensor("f32", tuple(tensor.shape), tensor.float().contiguous().numpy()), None
         case "bf16":
-            return _bf16(tensor, amax, name)
+            return _bf16(tensor, amax, name), None
         case "fp8":
-            return _fp8(tensor)
+            return _fp8(tensor), None
         case "nvfp4":
             if scale2 is None:
                 scale2 = _scale2(amax)
             elif not (scale2 > 0 and amax <= NVFP4_MAX * scale2 * (1 + 2**-20) < math.inf):
                 raise ValueError(f"{name}: scale2 {scale2:g} cannot express values up to {amax:g}")
-            return _nvfp4(tensor, scale2)
+            return _nvfp4(tensor, scale2, SEARCH[algorithm])
 
 
 def _has(tensor: torch.Tensor | Prequantised, fmt: Format) -> bool:
@@ -163,10 +205,10 @@ def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(cpus, "mkpack-quantize", initializer=torch.set_num_threads, initargs=(1,))
 
 
-def _by_rows(f: Callable[[slice], T], shape: Sequence[int]) -> list[T]:
+def _by_rows(f: Callable[[slice], T], shape: Sequence[int], most: int = MAX_CHUNK) -> list[T]:
     """f of every chunk of rows, in parallel; results in order of rows. Chunks of a shape are the same everywhere."""
     rows, elements = shape[0], math.prod(shape)
-    size = min(max(elements // 16, MIN_CHUNK), MAX_CHUNK)
+    size = min(max(elements // 16, MIN_CHUNK), most)
     step = max(1, -(-rows // -(-elements // size)))
     return list(_pool().map(f, (slice(i, i + step) for i in range(0, rows, step))))
 
@@ -203,42 +245,114 @@ def _fp8(tensor: torch.Tensor) -> QTensor:
     return QTensor("fp8", tuple(tensor.shape), data.numpy(), None, scales.numpy())
 
 
-def _nvfp4(tensor: torch.Tensor, scale2: float) -> QTensor:
+def has_gpu() -> bool:
+    """Whether tensors are quantised on a GPU."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _nvfp4(tensor: torch.Tensor, scale2: float, search: tuple[int, int]) -> tuple[QTensor, ErrorStats]:
+    import torch
+
+    n, k = tensor.shape
+    blocks = -(-k // BLOCK)
+    data = np.empty((n, blocks * BLOCK // 2), np.uint8)
+    scales = np.empty((n, blocks), np.uint8)
+    s2 = torch.tensor(scale2, dtype=torch.float32)
+    gpu = has_gpu()
+    kernel = None if gpu else nvfp4_kernel.nvfp4_kernel()
+
+    def encode(rows: slice) -> ErrorStats:
+        values = tensor[rows].contiguous()
+        if kernel is None:
+            return _nvfp4_modelopt(values, s2, search, data[rows], scales[rows], "cuda" if gpu else "cpu")
+        values = values if values.dtype == torch.bfloat16 else values.float()
+        error, error_max, squares = kernel(values, scale2, search, data[rows], scales[rows])
+        return ErrorStats(error, squares, error_max)
+
+    found = _by_rows(encode, tensor.shape, GPU_CHUNK if gpu else MAX_CHUNK)
+    return QTensor("nvfp4", (n, k), data, scales, s2.reshape(1).numpy()), sum(found, ErrorStats())
+
+
+def _nvfp4_modelopt(
+    values: torch.Tensor,
+    scale2: torch.Tensor,
+    search: tuple[int, int],
+    data: np.ndarray,
+    scales: np.ndarray,
+    device: str,
+) -> ErrorStats:
+    """What the kernel does, by modelopt on a device: `data` and `scales` are filled."""
     import torch
 
     quantize = load_modelopt().NVFP4QTensor.quantize
-    n, k = tensor.shape
-    blocks = -(-k // BLOCK)
-    data = torch.empty((n, blocks * BLOCK // 2), dtype=torch.uint8)
-    scales = torch.empty((n, blocks), dtype=torch.uint8)
-    s2 = torch.tensor(scale2, dtype=torch.float32)
+    values, scale2 = values.to(device), scale2.to(device)
+    # It pads the columns itself, and gives a zero block the scale 1 and no block the scale 0.
+    quantised, scale, _ = quantize(values, BLOCK, None, scale2)
+    codes, start = quantised._quantized_data, scale.view(torch.uint8)
+    wide = torch.nn.functional.pad(values.float(), (0, -values.shape[1] % BLOCK)).view(*start.shape, BLOCK)
 
-    def encode(rows: slice) -> None:
-        # It pads the columns itself, and gives a zero block the scale 1 and no block the scale 0.
-        quantised, scale, _ = quantize(tensor[rows].contiguous(), BLOCK, None, s2)
-        data[rows] = quantised._quantized_data
-        scales[rows] = scale.view(torch.uint8)
+    def squared_error(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        found = _e2m1(codes, scale.view(torch.float8_e4m3fn).float()).mul_(scale2)
+        return _pairwise((found - wide).double().square_())
 
-    _by_rows(encode, tensor.shape)
-    return QTensor("nvfp4", (n, k), data.numpy(), scales.numpy(), s2.reshape(1).numpy())
+    best, chosen = squared_error(codes, start), start
+    of_max = best
+    for step in range(-search[0], search[1] + 1):
+        tried = (start.int() + step).clamp(1, 126).to(torch.uint8)
+        if step:
+            other, _, _ = quantize(values, BLOCK, tried.view(torch.float8_e4m3fn), scale2)
+            error = squared_error(other._quantized_data, tried)
+            better = error < best
+            best, chosen = torch.where(better, error, best), torch.where(better, tried, chosen)
+            wider = better.repeat_interleave(BLOCK // 2, dim=1)
+            codes = torch.where(wider, other._quantized_data, codes)
+    data[...], scales[...] = codes.cpu().numpy(), chosen.cpu().numpy()
+    return ErrorStats(float(best.sum()), float(_pairwise(wide.double().square_()).sum()), float(of_max.sum()))
+
+
+def _pairwise(terms: torch.Tensor) -> torch.Tensor:
+    """Sums over the last axis of 16, the second half added to the first until one is left: the kernel's order."""
+    while (half := terms.shape[-1] // 2) > 0:
+        terms = terms[..., :half] + terms[..., half:]
+    return terms[..., 0]
 
 
 @dataclass
 class ErrorStats:
-    """Sums of squares, over any number of tensors: `stats += tensor_error(q, t)`."""
+    """Sums of squares, over any number of tensors: `stats += tensor_error(q, t)`. error_max: what the error would be if
+    NVFP4 block scales came from maxima alone; None for the error itself."""
 
     error: float = 0.0
     reference: float = 0.0
+    error_max: float | None = None
 
     @property
     def relative(self) -> float:
         """Frobenius norm of the error over that of the reference; 0 when nothing differs, inf against a zero."""
-        if self.error == 0:
-            return 0.0
-        return math.sqrt(self.error / self.reference) if self.reference else math.inf
+        return _relative(self.error, self.reference)
+
+    @property
+    def relative_max(self) -> float:
+        """The same of error_max."""
+        return _relative(self._of_max, self.reference)
+
+    @property
+    def _of_max(self) -> float:
+        return self.error if self.error_max is None else self.error_max
 
     def __add__(self, other: ErrorStats) -> ErrorStats:
-        return ErrorStats(self.error + other.error, self.reference + other.reference)
+        both = self.error_max is None and other.error_max is None
+        return ErrorStats(
+            self.error + other.error, self.reference + other.reference, None if both else self._of_max + other._of_max
+        )
+
+
+def _relative(error: float, reference: float) -> float:
+    if error == 0:
+        return 0.0
+    return math.sqrt(error / reference) if reference else math.inf
 
 
 def tensor_error(q: QTensor, tensor: torch.Tensor | Prequantised) -> ErrorStats:
@@ -283,7 +397,7 @@ def _decode(q: QTensor, rows: slice) -> torch.Tensor:
         case "nvfp4":
             assert q.scale is not None and q.scale2 is not None
             scales = torch.from_numpy(q.scale[rows]).view(torch.float8_e4m3fn).float()
-            values = _e2m1(q.data[rows], scales).mul_(float(q.scale2[0]))
+            values = _e2m1(torch.from_numpy(q.data[rows]), scales).mul_(float(q.scale2[0]))
             return values.view(len(scales), -1)[:, : q.shape[1]]
 
 
@@ -294,14 +408,14 @@ def _source_values(p: Prequantised, rows: slice) -> torch.Tensor:
     factors = torch.from_numpy(p.factors[rows])
     if p.q.format == "fp8":
         return torch.from_numpy(p.codes[rows]).view(torch.float8_e4m3fn).float().mul_(factors)
-    return _e2m1(p.codes[rows], factors).view(len(factors), -1)
+    return _e2m1(torch.from_numpy(p.codes[rows]), factors).view(len(factors), -1)
 
 
-def _e2m1(codes: np.ndarray, scales: torch.Tensor) -> torch.Tensor:
+def _e2m1(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """float32 [n, blocks, 16]: e2m1 codes, uint8 [n, blocks * 8], times the scale [n, blocks] of their block."""
     import torch
 
-    pairs = _e2m1_pairs().index_select(0, torch.from_numpy(codes).flatten().int())
+    pairs = _e2m1_pairs().to(codes.device).index_select(0, codes.flatten().int())
     return pairs.view(torch.float32).view(*scales.shape, BLOCK).mul_(scales[..., None])
 
 

@@ -16,7 +16,7 @@ from pydantic_core import PydanticCustomError
 
 from mkpack.errors import combine, nearest
 from mkpack.recipe_yaml import Document, read_document
-from mkpack.spec import Format, Precision
+from mkpack.spec import Algorithm, Format, Precision
 
 Choice = Literal["bf16", "fp8", "nvfp4"]
 Target = Literal["x86-64-v3", "x86-64-v4", "sm_90a", "sm_100a", "native"]
@@ -34,6 +34,11 @@ def _absolute(value: Any, info: ValidationInfo) -> Any:
         return value
     base = (info.context or {}).get("base", Path.cwd())
     return Path(os.path.abspath(base / os.path.expanduser(value)))
+
+
+def _data(value: Any, info: ValidationInfo) -> Any:
+    """None for the text "default", else as _absolute."""
+    return None if value == "default" else _absolute(value, info) if value is not None else _given(value)
 
 
 def _given(value: Any) -> Any:
@@ -65,13 +70,16 @@ class Source(_Strict):
 
 class Quantise(_Strict):
     """Storage format by kind of matrix. `dense` is the MLP of layers without experts, and the
-    projections into and out of experts of another width than the model's."""
+    projections into and out of experts of another width than the model's. `algorithm` chooses NVFP4 block scales:
+    `max`, so that the largest value of a block is kept, or `mse`, the least squared error among those and their
+    neighbours."""
 
     experts: Choice = Field(default="nvfp4", description="one of nvfp4, fp8, bf16")
     dense: Choice = Field(default="bf16", description="one of bf16, fp8, nvfp4")
     attention: Choice = Field(default="bf16", description="one of bf16, fp8, nvfp4")
     lm_head: Choice = Field(default="bf16", description="one of bf16, fp8, nvfp4")
     embeddings: Choice = Field(default="bf16", description="one of bf16, fp8, nvfp4")
+    algorithm: Algorithm = Field(default="max", description="one of max, mse")
 
 
 class Parallel(_Strict):
@@ -86,6 +94,18 @@ class Limits(_Strict):
 
     context: int = Field(default=4096, ge=16, description="a whole number of at least 16")
     tokens_per_step: int = Field(default=16, ge=1, le=16, description="a whole number from 1 to 16")
+
+
+class Calibrate(_Strict):
+    """Activation maxima are recorded on the first `tokens` tokens of `data`: the path of a text file, a JSONL file or a
+    folder of such, or None for "default", a text that mkpack brings along. Experts that see fewer than `min_tokens` of
+    them are listed, and take the maxima of their layer."""
+
+    data: Annotated[Path | None, BeforeValidator(_data)] = Field(
+        default=None, description="default, or the path of a text file, a JSONL file or a folder of them"
+    )
+    tokens: int = Field(default=2048, ge=1, description="a whole number of at least 1")
+    min_tokens: int = Field(default=8, ge=1, description="a whole number of at least 1")
 
 
 class Quality(_Strict):
@@ -113,6 +133,7 @@ class Recipe(_Strict):
         default=("native",), min_length=1, description=f"a list of one or more of {', '.join(get_args(Target))}"
     )
     limits: Limits = Field(default=Limits(), description="a section")
+    calibrate: Annotated[Calibrate | None, NotEmpty] = Field(default=None, description="a section")
     quality: Annotated[Quality | None, NotEmpty] = Field(default=None, description="a section")
 
     @field_validator("targets")
@@ -133,7 +154,9 @@ class Recipe(_Strict):
         Paths are left out, so that builds in different folders agree: whoever makes a build key from this adds the
         digests of the files that the paths lead to.
         """
-        data = self.model_dump(mode="json", exclude={"source": {"folder", "dummy", "seed"}, "quality": {"text"}})
+        data = self.model_dump(
+            mode="json", exclude={"source": {"folder", "dummy", "seed"}, "calibrate": {"data"}, "quality": {"text"}}
+        )
         if self.source.folder is not None:
             data["source"] = "folder"
         elif self.source.dummy is not None:
@@ -217,6 +240,7 @@ def _model(where: tuple[str | int, ...]) -> type[BaseModel]:
         "quantise": Quantise,
         "parallel": Parallel,
         "limits": Limits,
+        "calibrate": Calibrate,
         "quality": Quality,
     }
     return sections[str(where[0])] if where else Recipe
@@ -236,6 +260,8 @@ def _expected(where: tuple[str | int, ...]) -> str:
 def _choices(where: tuple[str | int, ...]) -> tuple[str, ...]:
     if where and where[0] == "targets":
         return get_args(Target)
+    if where[:2] == ("quantise", "algorithm"):
+        return get_args(Algorithm)
     return get_args(Choice) if where[:1] == ("quantise",) else ()
 
 

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 Format = Literal["f32", "bf16", "fp8", "nvfp4"]
+Algorithm = Literal["max", "mse"]  # how NVFP4 block scales are chosen: by the maximum, or by the least squared error
 
 
 class _Frozen(BaseModel):

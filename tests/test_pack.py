@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kernels import Weights, random_qtensor
 from test_layout import FORMATS, layouts
 
-from mkpack import formats, pack
+from mkpack import formats
 from mkpack.formats import QTensor
 from mkpack.layout import TILE_ROWS, Layout, ceil_div, scale_floats, tile_bytes
 from mkpack.pack import BlobWriter, pack_tiles, unpack, unpack_tiles
@@ -157,7 +157,7 @@ def test_short_writes_are_continued(tmp_path, monkeypatch):
     (tmp_path / "whole").mkdir()
     whole = weights.blobs(tmp_path / "whole")
     pwrite = os.pwrite
-    monkeypatch.setattr(pack.os, "pwrite", lambda fd, data, at: pwrite(fd, data[: max(1, len(data) // 2)], at))
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: pwrite(fd, data[: max(1, len(data) // 2)], at))
     (tmp_path / "short").mkdir()
     short = weights.blobs(tmp_path / "short")
     assert all(a.tobytes() == b.tobytes() for a, b in zip(whole, short, strict=True))

@@ -62,6 +62,7 @@ def test_defaults(tmp_path: Path) -> None:
         "attention": "bf16",
         "lm_head": "bf16",
         "embeddings": "bf16",
+        "algorithm": "max",
     }
     assert (r.parallel.tp, r.parallel.split, r.targets) == (1, "n", ("native",))
     assert (r.limits.context, r.limits.tokens_per_step, r.quality, r.license) == (4096, 16, None, None)
