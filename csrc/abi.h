@@ -55,6 +55,14 @@ typedef struct {
   double experts; /* distinct experts that the tokens chose, mean over the layers */
 } mk_timing;
 
+typedef struct {
+  int32_t layers; /* of the model, and one that stands for what follows them */
+  int32_t rows;   /* what is traced: phases, and streams of weights */
+  int32_t sms;
+  int32_t pad;
+  const char* names; /* of the rows, a line each: who, a blank, what; static */
+} mk_trace_shape;
+
 /* Called on the calling thread as each token is chosen (a stop token included); non-zero ends the generation. */
 typedef int32_t (*mk_token_callback)(void* user, int32_t token);
 
@@ -87,6 +95,13 @@ int32_t mk_read_bandwidth(mk_model* model, double* bytes_per_second);
 
 /* Runs 1..MK_MAX_STEP_TOKENS tokens with logits of all of them after what the cache holds, and forgets them again. */
 int32_t mk_time_step(mk_model* model, const int32_t* tokens, int32_t num_tokens, mk_timing* timing);
+/* Runs num_steps steps after what the cache holds, and forgets them again: of one token and those that are chosen after it,
+ * or of the same several tokens each. stamps receives [num_steps][layers][rows][sms][4] nanoseconds of one clock, 0 where
+ * there is none: of a phase when it was entered, its input was there, its products were done, its results were published; of
+ * a stream when its first page could be issued, 0, 0, when its last had been. With stamps NULL only the shape is told.
+ * MK_ERR_ARGUMENT when the kernel was compiled without. */
+int32_t mk_trace(mk_model* model, const int32_t* tokens, int32_t num_tokens, int32_t num_steps, int64_t* stamps,
+                 mk_trace_shape* shape);
 #ifdef __cplusplus
 }
 #endif

@@ -6,7 +6,7 @@ Every compiled model includes the text of `c_asserts()`, so a struct that differ
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_uint64, c_void_p
+from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_uint64, c_void_p
 from typing import Any
 
 ABI_VERSION = 1
@@ -78,11 +78,18 @@ class Timing(ctypes.Structure):
     _fields_ = [("step_s", c_double), ("experts", c_double)]
 
 
+class TraceShape(ctypes.Structure):
+    """mk_trace_shape: what mk_trace traces."""
+
+    _fields_ = [("layers", c_int32), ("rows", c_int32), ("sms", c_int32), ("pad", c_int32), ("names", c_char_p)]
+
+
 STRUCTS: dict[str, type[ctypes.Structure]] = {
     "mk_options": Options,
     "mk_request": Request,
     "mk_result": Result,
     "mk_timing": Timing,
+    "mk_trace_shape": TraceShape,
 }
 
 # name -> (result, arguments). mk_model* is an opaque c_void_p.
@@ -101,8 +108,12 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "mk_cancel": (None, (c_void_p,)),
     "mk_read_bandwidth": (c_int32, (c_void_p, POINTER(c_double))),
     "mk_time_step": (c_int32, (c_void_p, POINTER(c_int32), c_int32, POINTER(Timing))),
+    "mk_trace": (
+        c_int32,
+        (c_void_p, POINTER(c_int32), c_int32, c_int32, POINTER(c_int64), POINTER(TraceShape)),
+    ),
 }
-OPTIONAL = frozenset({"mk_time_step"})  # those that a kernel may lack
+OPTIONAL = frozenset({"mk_time_step", "mk_trace"})  # those that a kernel may lack
 
 # How the header spells the types of struct fields.
 _C_TYPES: dict[Any, str] = {
@@ -112,6 +123,7 @@ _C_TYPES: dict[Any, str] = {
     c_double: "double",
     POINTER(c_int32): "const int32_t*",
     POINTER(c_void_p): "const void* const*",
+    c_char_p: "const char*",
 }
 
 

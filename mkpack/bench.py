@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from mkpack import platform, schedule
 from mkpack.errors import UserError
+from mkpack.generation import spread
 from mkpack.layout import counted_sections
 from mkpack.loader import load
 from mkpack.model import Model
@@ -130,14 +131,9 @@ def run(
         )
 
 
-def _tokens(model: Model, count: int) -> list[int]:
-    """A fixed spread over the vocabulary: speed does not depend on which, except through the experts they choose."""
-    return [(7919 * i + 13) % model.spec.vocab_size for i in range(count)]
-
-
 def _check(model: Model) -> str:
     """The same tokens in steps of the most tokens and one at a time must give the same bits."""
-    tokens = _tokens(model, min(24, model.context))
+    tokens = spread(model.spec.vocab_size, min(24, model.context))
     model.reset()
     together = model.step(tokens, 1)
     model.reset()
@@ -149,7 +145,7 @@ def _check(model: Model) -> str:
 
 def _time(model: Model, context: int) -> tuple[float, float]:
     """(decode, prefill) in ms per token, medians."""
-    prompt, decode, prefill = _tokens(model, context), [], []
+    prompt, decode, prefill = spread(model.spec.vocab_size, context), [], []
     for _ in range(RUNS):
         with model.generate_tokens(prompt, max_new_tokens=NEW_TOKENS, temperature=0.0, stop_tokens=[]) as generation:
             for _token in generation:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from mkpack import platform, schedule
 from mkpack.errors import UserError
+from mkpack.generation import spread
 from mkpack.layout import counted_sections
 
 if TYPE_CHECKING:
@@ -261,11 +262,6 @@ def _verdict(generation: Generated, points: Sequence[GpuPoint]) -> str:
     )
 
 
-def spread(model: Model, count: int, first: int = 0) -> list[int]:
-    """Tokens spread over the vocabulary: speed does not depend on which, except through the experts they choose."""
-    return [(7919 * i + 13) % model.spec.vocab_size for i in range(first, first + count)]
-
-
 class _Bench:
     def __init__(self, model: Model) -> None:
         self.model = model
@@ -288,7 +284,7 @@ class _Bench:
         return [self._generate(prompt, new_tokens, reuse) for _ in range(RUNS)]
 
     def generation(self, prompt_tokens: int, new_tokens: int) -> Generated:
-        runs = self._decode(spread(self.model, prompt_tokens), new_tokens, reuse=False)
+        runs = self._decode(spread(self.model.spec.vocab_size, prompt_tokens), new_tokens, reuse=False)
         self.bandwidth = max(self.bandwidth, self.model.read_bandwidth())
         return Generated(
             prompt_tokens=prompt_tokens,
@@ -300,7 +296,7 @@ class _Bench:
         )
 
     def point(self, context: int) -> GpuPoint:
-        model, prompt = self.model, spread(self.model, context)
+        model, prompt = self.model, spread(self.model.spec.vocab_size, context)
         filled = [self._generate(prompt, 1) for _ in range(1 if context > LONG else RUNS)]
         runs = self._decode(prompt, DECODE_TOKENS, reuse=True)
         same_best, gap = self._decoded_by_steps(context, runs[0].tokens)
@@ -343,7 +339,9 @@ class _Bench:
             first, again = self._logits(context, count), self._logits(context, count)
             alone = first if alone is None else alone
             model.truncate(context)
-            timed = [model.time_step(spread(model, count, context + i * count)) for i in range(-2, STEP_RUNS)][2:]
+            timed = [
+                model.time_step(spread(model.spec.vocab_size, count, context + i * count)) for i in range(-2, STEP_RUNS)
+            ][2:]
             counted = [experts for _, experts in timed]
             experts = statistics.mean(counted)
             found.append(
@@ -363,7 +361,7 @@ class _Bench:
         import numpy as np
 
         self.model.truncate(context)
-        tokens = spread(self.model, CHECKED, context)
+        tokens = spread(self.model.spec.vocab_size, CHECKED, context)
         return np.concatenate([self.model.step(tokens[i : i + count], count) for i in range(0, CHECKED, count)])
 
 

@@ -56,14 +56,16 @@ def build(
     output: Path | str | None = None,
     force: bool = False,
     keep_work: bool = False,
+    trace: bool = False,
     like: Manifest | None = None,
     console: Console | None = None,
 ) -> Path:
     """Builds a recipe's artifact and returns its path; an up-to-date one is left as it is unless `force`.
 
     output: file, or folder to hold NAME.mkpack (default: here); text that ends in a slash means a folder. What lies
-    there is replaced only when it is an artifact. like: of an artifact to make again: a hub source at its commit, and
-    its targets whatever this machine is. UserError for everything the user can mend.
+    there is replaced only when it is an artifact. trace: kernels of GPUs keep times for `mkpack trace`, which makes
+    them slower. like: of an artifact to make again: a hub source at its commit, its targets whatever this machine is,
+    and whether they trace. UserError for everything the user can mend.
     """
     start = time.monotonic()
 
@@ -79,6 +81,9 @@ def build(
     todo = plan(recipe_path, weights=True, progress=console is not None, like=like)
     checkpoint = todo.checkpoint
     assert checkpoint is not None
+    trace = trace or (like is not None and any(kernel.traced for kernel in like.kernels.values()))
+    if trace and "cuda" not in todo.layouts:
+        raise UserError(f"--trace is for targets of GPUs, and {recipe_path} has only {', '.join(todo.targets)}")
     say(f"source    {todo.source}: {len(todo.roles)} tensors, {todo.spec.family}")
     for note in _notes(todo, checkpoint):
         say(f"note      {note}")
@@ -88,14 +93,14 @@ def build(
         if force or not path.exists():
             _check_disk(todo, path, keep_work)  # hashing the source may take long
         digests = checkpoint.digests(expected=todo.sha256)
-        key = _build_key(todo, digests, producer)
+        key = _build_key(todo, digests, producer, trace)
         if not force and _is_current(path, key):
             say(f"current   {path} is up to date")
             return path
         _check_disk(todo, path, keep_work)
         with _work_folder(path, keep_work) as work:
             limits = Limits(**todo.recipe.limits.model_dump())
-            units = [Unit(t, t, _header(todo, limits, t)) for t in todo.targets]
+            units = [Unit(t, t, _header(todo, limits, t, trace)) for t in todo.targets]
             if todo.quality:
                 header = codegen.model_header(todo.quality.reference, limits, todo.quality.target)
                 units.append(Unit(REFERENCE, todo.quality.target, header))
@@ -115,7 +120,7 @@ def build(
                 say(f"quality   {measured.render()}")
             if "relative_error" in report:
                 say(f"quality   relative error of the weights {report['relative_error']:.4f}")
-            manifest = _publish(path, todo, limits, digests, key, producer, blobs, compiled, report, keep_work)
+            manifest = _publish(path, todo, limits, trace, digests, key, producer, blobs, compiled, report, keep_work)
     try:
         # Whoever compiled a kernel needs no one's word for it.
         trust.remember([manifest.entries[k.path].sha256 for k in manifest.kernels.values()], "built", manifest.name)
@@ -125,11 +130,11 @@ def build(
     return path
 
 
-def _header(todo: Plan, limits: Limits, target: str) -> str:
+def _header(todo: Plan, limits: Limits, target: str, trace: bool) -> str:
     layout = todo.layouts[layout_name(target)]
     if isinstance(layout, Layout):
         return codegen.model_header(layout, limits, target)
-    return cuda_header(layout, limits, target)
+    return cuda_header(layout, limits, target, trace)
 
 
 def _output(recipe_path: Path, output: Path | str | None) -> Path:
@@ -218,7 +223,7 @@ def _left_out(unused: Iterable[str], used: Iterable[str]) -> str:
     return ", ".join(shown[:8]) + (", ..." if len(shown) > 8 else "")
 
 
-def _build_key(todo: Plan, digests: dict[str, str], producer: Producer) -> str:
+def _build_key(todo: Plan, digests: dict[str, str], producer: Producer, trace: bool) -> str:
     """Everything the artifact's bytes depend on."""
     facts = {
         "recipe": todo.recipe.canonical_text(),
@@ -229,6 +234,7 @@ def _build_key(todo: Plan, digests: dict[str, str], producer: Producer) -> str:
         "producer": producer.model_dump(mode="json", exclude={"commit", "dirty"}),
         "csrc": provenance.sources_digest(),
         "quality": todo.quality.tokens if todo.quality else None,
+        "trace": trace,
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
@@ -325,6 +331,7 @@ def _publish(
     path: Path,
     todo: Plan,
     limits: Limits,
+    trace: bool,
     digests: dict[str, str],
     key: str,
     producer: Producer,
@@ -366,7 +373,7 @@ def _publish(
             precision=todo.layout.precision,  # type: ignore[arg-type]
             limits=limits,
             tp=todo.layout.tp,
-            kernels={t: _kernel_entry(todo, limits, t, kernels[t], compiled[t]) for t in todo.targets},
+            kernels={t: _kernel_entry(todo, limits, t, trace, kernels[t], compiled[t]) for t in todo.targets},
             weights=[
                 WeightsEntry(layout=name, rank=r, path=f"weights/{p.name}", nbytes=todo.layouts[name].nbytes)
                 for name, paths in blobs.items()
@@ -381,13 +388,13 @@ def _publish(
     return write_artifact(path, list(entries.items()), manifest)
 
 
-def _kernel_entry(todo: Plan, limits: Limits, target: str, path: str, compiled: Kernel) -> KernelEntry:
+def _kernel_entry(todo: Plan, limits: Limits, target: str, trace: bool, path: str, compiled: Kernel) -> KernelEntry:
     name = layout_name(target)
-    layout = todo.layouts[name]
+    layout, trace = todo.layouts[name], trace and name == "cuda"
     return KernelEntry(
         path=path,
         layout=name,
-        description=codegen.description(todo.spec, layout.sections, layout.nbytes, layout.tp, limits, target),
+        description=codegen.description(todo.spec, layout.sections, layout.nbytes, layout.tp, limits, target, trace),
         compiler=compiled.compiler,
         requires=compiled.requires,  # type: ignore[arg-type]
     )

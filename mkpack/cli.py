@@ -109,6 +109,9 @@ def build(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and its costs; build nothing.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Build even when the artifact is up to date.")] = False,
     keep_work: Annotated[bool, typer.Option("--keep-work", help="Keep the working folder and say where.")] = False,
+    trace: Annotated[
+        bool, typer.Option("--trace", help="GPU kernels keep times for mkpack trace; they get slower.")
+    ] = False,
     json: AsJson = False,
 ) -> None:
     """Build the artifact a recipe describes."""
@@ -120,7 +123,7 @@ def build(
         return
     from mkpack import build as builder
 
-    path = builder.build(recipe, output=output, force=force, keep_work=keep_work, console=_console())
+    path = builder.build(recipe, output=output, force=force, keep_work=keep_work, trace=trace, console=_console())
     typer.echo(_dumps({"artifact": str(path), "bytes": path.stat().st_size}) if json else f"{path}")
 
 

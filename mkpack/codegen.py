@@ -19,8 +19,17 @@ _LAYER_FIELDS = (
 ).split()
 
 
-def description(spec: ModelSpec, sections: Iterable[Section], nbytes: int, tp: int, limits: Limits, target: str) -> str:
-    """The JSON text compiled into the .so: what must agree between a kernel and the weights it is given."""
+def description(
+    spec: ModelSpec,
+    sections: Iterable[Section],
+    nbytes: int,
+    tp: int,
+    limits: Limits,
+    target: str,
+    trace: bool = False,
+) -> str:
+    """The JSON text compiled into the .so: what must agree between a kernel and the weights it is given. trace: the
+    kernel keeps times for `mkpack trace`."""
     facts = {
         "abi": abi.ABI_VERSION,
         "target": target,
@@ -31,7 +40,7 @@ def description(spec: ModelSpec, sections: Iterable[Section], nbytes: int, tp: i
         "spec": digest_of(spec.model_dump(mode="json")),
         "sections": digest_of([s.model_dump(mode="json") for s in sections]),
     }
-    return json.dumps(facts, sort_keys=True)
+    return json.dumps({**facts, "trace": True} if trace else facts, sort_keys=True)
 
 
 def _layers(layout: Layout) -> str:

@@ -42,6 +42,10 @@ class Unit:
     target: str
     header: str
 
+    @property
+    def traced(self) -> bool:
+        return "\n#define MK_TRACE\n" in self.header
+
 
 @dataclass(frozen=True)
 class Kernel:
@@ -174,7 +178,7 @@ def _kernel(unit: Unit, compiler: platform.Compiler, path: Path) -> Kernel:
     requires = {"system": "linux", **_libc(library)}
     if unit.target not in CUDA_TARGETS:
         return Kernel(path, compiler.version, {"cpu": unit.target, **requires})
-    resources = cubin.report(library, path.with_name("ptxas.log").read_text())
+    resources = cubin.report(library, path.with_name("ptxas.log").read_text(), may_spill=unit.traced)
     # Machine code runs on every driver for the same CUDA generation; the grid is one block an SM.
     cuda = compiler.version.partition(".")[0] + ".0"
     needs: dict[str, object] = {"gpu": unit.target, "cuda": cuda, "sms": GRID[unit.target]}

@@ -134,6 +134,12 @@ class KernelEntry(_Frozen):
             raise ValueError("description is not JSON text") from e
         return self
 
+    @property
+    def traced(self) -> bool:
+        """Whether it was built with --trace."""
+        facts = json.loads(self.description)
+        return isinstance(facts, dict) and facts.get("trace") is True
+
 
 class WeightsEntry(_Frozen):
     """The packed blob of one rank in one layout."""

@@ -146,12 +146,24 @@ class Model:
 
         tokens: at most limits.tokens_per_step. UserError when the kernel times no step; those for CPUs do not.
         """
+        return self._native.time_step(self._one_step(tokens))
+
+    def trace(self, tokens: Sequence[int], steps: int) -> tuple[list[str], np.ndarray]:
+        """When the device did what, in `steps` steps after what the cache holds, which are not kept: of one token and
+        those chosen after it, or of the same several tokens each.
+
+        Returns the names of the rows ("consumers qkv") and int64 [steps, layers + 1, rows, SMs, 4] nanoseconds, as
+        mk_trace of csrc/abi.h gives them. UserError when the kernel was built without --trace.
+        """
+        return self._native.trace(self._one_step(tokens), steps)
+
+    def _one_step(self, tokens: Sequence[int]) -> list[int]:
         ids, most = self._token_ids(tokens, "tokens"), self.manifest.limits.tokens_per_step
         if len(ids) > most:
             raise UserError(f"a step of {len(ids)} tokens: this artifact was built for at most {most}")
         if self._digests:
             self._digests.wait()
-        return self._native.time_step(ids)
+        return ids
 
     def bytes_per_step(self, tokens: int = 1, position: int = 0, experts: float | None = None) -> float:
         """Bytes that a step must read on what the model runs on: weights once (of experts `experts` a layer, or those

@@ -166,6 +166,19 @@ class NativeModel:
         self._check(code, "timing a step")
         return result.step_s, result.experts
 
+    def trace(self, tokens: Sequence[int], steps: int) -> tuple[list[str], np.ndarray]:
+        """mk_trace: names of the rows, and int64 [steps, layers, rows, sms, 4]."""
+        import numpy as np
+
+        self._need("mk_trace", "keeps no times")
+        handle, ids, shape = self._ready(), (ctypes.c_int32 * len(tokens))(*tokens), abi.TraceShape()
+        call = self._library.lib.mk_trace
+        self._check(call(handle, ids, len(tokens), steps, None, ctypes.byref(shape)), "tracing")
+        stamps = np.zeros((steps, shape.layers, shape.rows, shape.sms, 4), np.int64)
+        target = stamps.ctypes.data_as(ctypes.POINTER(ctypes.c_int64))
+        self._check(call(handle, ids, len(tokens), steps, target, ctypes.byref(shape)), "tracing")
+        return shape.names.decode().split("\n"), stamps
+
     def generate(self, prompt: Sequence[int], request: abi.Request) -> Run:
         """Starts mk_generate on a thread of its own."""
         self._run = Run(self._library, self._ready(), prompt, request)

@@ -100,7 +100,7 @@ def _unit(where: str, manifest: Manifest, target: str) -> Unit:
                 f"({_producer(manifest.producer)})"
             )
         if isinstance(layout, CudaLayout):
-            return Unit(target, target, cuda_header(layout, manifest.limits, target))
+            return Unit(target, target, cuda_header(layout, manifest.limits, target, manifest.kernels[target].traced))
         limits = manifest.limits
         found = schedule.cpu_schedule(
             manifest.spec, layout.sections, layout.tp, limits.context, limits.tokens_per_step, target
@@ -145,8 +145,10 @@ def _cuda_layout(manifest: Manifest) -> CudaLayout:
 
 def _is_the_manifests(layout: Layout | CudaLayout, manifest: Manifest, target: str) -> bool:
     """Whether sections, sizes and description of the manifest are those that this version makes of its spec."""
-    name = manifest.kernels[target].layout
-    text = codegen.description(manifest.spec, layout.sections, layout.nbytes, layout.tp, manifest.limits, target)
+    name, traced = manifest.kernels[target].layout, manifest.kernels[target].traced
+    text = codegen.description(
+        manifest.spec, layout.sections, layout.nbytes, layout.tp, manifest.limits, target, traced and name == "cuda"
+    )
     return (
         name == ("cuda" if isinstance(layout, CudaLayout) else "cpu")
         and layout.tp == manifest.tp

@@ -54,7 +54,8 @@ struct DecodeParams {
   Report* report;
   Mailbox* mail;
   float* dump;     // NULL, or [layer] kDumpLayer; kDebug kernels only
-  int64_t* trace;  // NULL, or [layer + 1][kPhases][kGrid][4] nanoseconds, written by the last step; kDebug kernels only
+  int64_t *trace, *streams;  // NULL, or trace_mask + 1 times what trace.cuh says; the first of kDebug kernels only
+  int32_t trace_mask;
   int32_t mute;    // this SM leaves attention out; kDebug kernels only
   uint64_t wait_limit_ns;
   uint32_t first_epoch;     // epochs used so far in these exchange buffers: layers x steps
@@ -140,7 +141,7 @@ struct DecodeBlock {
   uint32_t epoch;  // of the running layer
   int layer;
   int position, log_splits;
-  bool traced;  // this step's times are kept
+  int step;
 
   __device__ __forceinline__ bool owner() const { return sm < kOwners; }
   __device__ __forceinline__ uint64_t* exchange(int offset, uint32_t back = 0) const {
@@ -181,8 +182,7 @@ struct DecodeBlock {
   __device__ __forceinline__ void stamp(Phase phase, int moment) const {
     if (moment == 0 && phase != kPhaseChoose) enter(phase);
     if constexpr (kDebug)
-      if (lane == 0 && (warp == 0 || phase == kPhaseChoose) && traced && p.trace)
-        p.trace[(((int64_t)layer * kPhases + phase) * kGrid + sm) * 4 + moment] = global_nanoseconds();
+      if (lane == 0 && (warp == 0 || phase == kPhaseChoose)) stamp_phase(trace_of(p, step), layer, phase, moment);
   }
 };
 

@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(kThreads, 1) decode_kernel(__grid_constant__ c
     s.token = p.history[p.position];
   }
   __syncthreads();
-  DecodeBlock b{p, s, sm, warp - kProducers / 32, tid % 32, tid - kProducers, zero, p.first_epoch + 1, 0, p.position, 0, false};
+  DecodeBlock b{p, s, sm, warp - kProducers / 32, tid % 32, tid - kProducers, zero, p.first_epoch + 1, 0, p.position, 0, 0};
   if (tid < kProducers) {
     registers_decrease<64>();
     if (warp == 0 && b.lane == 0) decode_produce_dense(p, s, sm);
@@ -42,8 +42,7 @@ __global__ void __launch_bounds__(kThreads, 1) decode_kernel(__grid_constant__ c
     registers_increase<104>();
     DenseRing dense{smem_address(s.dense_full), smem_address(s.dense_empty)};
     ExpertRing expert{smem_address(s.expert_full), smem_address(s.expert_empty)};
-    for (int step = 0;; step++, b.position++) {
-      b.traced = step + 1 == p.steps;
+    for (;; b.step++, b.position++) {
       b.log_splits = log_splits_at(p, b.position);
       const int unit = attention_unit(b.log_splits, sm);
       for (b.layer = 0; b.layer < kLayers; b.layer++, b.epoch++) {
@@ -59,7 +58,7 @@ __global__ void __launch_bounds__(kThreads, 1) decode_kernel(__grid_constant__ c
         decode_down<kDebug>(b, expert);
       }
       decode_head<kDebug, kSampled>(b, dense);
-      if (!decode_token<kDebug, kSampled>(b, step)) break;
+      if (!decode_token<kDebug, kSampled>(b, b.step)) break;
     }
     if (sm < kExperts) router_arrive<kTeam + 32>();  // lets the adding warp see that the consumers leave
   }

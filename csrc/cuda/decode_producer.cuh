@@ -60,13 +60,19 @@ __device__ __forceinline__ void decode_produce_dense(const DecodeParams& p, Deco
         // What fits into the ring is fetched while the router's exchanges wait behind it, the rest while nobody does.
         out.flight = i < kDenseSlots ? p.qkv_flight : p.dense_flight;
         const uint8_t* w = i < qkv_pages ? qkv + i * kPageBytes : o + (i - qkv_pages) * kPageBytes;
+        if (i == 0) stamp_stream(p, step, layer, kStreamQkv, 0);
+        if (i == qkv_pages) stamp_stream(p, step, layer, kStreamOut, 0);
         if (!out.page(w, kPageBytes)) return out.drain();
+        if (i + 1 == qkv_pages) stamp_stream(p, step, layer, kStreamQkv, 1);
+        if (i + 1 == qkv_pages + out_pages && out_pages) stamp_stream(p, step, layer, kStreamOut, 1);
       }
     }
     out.flight = p.head_flight;  // no exchange waits behind these
+    stamp_stream(p, step, kLayers, kStreamHead, 0);
 #pragma unroll 1
     for (int i = 0; i < head_pages; i++)
       if (!out.page(p.head + (int64_t)(head0 + i) * kPageBytes, kPageBytes)) return out.drain();
+    stamp_stream(p, step, kLayers, kStreamHead, 1);
   }
   out.drain();
 }
@@ -176,8 +182,7 @@ __device__ __forceinline__ void decode_produce_experts(DecodeBlock b) {
   static_assert(!kFastDecode || kTokenPairUnits / kGrid > kFirstPages);
   const int u0 = first_item(kTokenPairUnits, b.sm), u1 = first_item(kTokenPairUnits, b.sm + 1);
 #pragma unroll 1
-  for (int step = 0; step < b.p.steps; step++) {
-    b.traced = step + 1 == b.p.steps;
+  for (; b.step < b.p.steps; b.step++) {
     for (b.layer = 0; b.layer < kLayers; b.layer++, b.epoch++) {
       if (!choose_experts<kDebug>(b)) return;  // nothing is under way then: consumers leave only between steps
       const int32_t* id = b.s.expert_id[b.layer & 1];
@@ -187,7 +192,10 @@ __device__ __forceinline__ void decode_produce_experts(DecodeBlock b) {
         for (int u = first; u < last; u++)
           out.page(w + id[u / kPairUnits] * kExpertBytes + (u % kPairUnits) * kPairTileBytes, kPairTileBytes);
       };
-      if (b.lane == 0) pair_pages(u0, u0 + kFirstPages);
+      if (b.lane == 0) {
+        stamp_stream(b.p, b.step, b.layer, kStreamExperts, 0);
+        pair_pages(u0, u0 + kFirstPages);
+      }
       __syncwarp();
       chosen_arrive<kTeam + 32>();
       if (b.lane < kTopK)
@@ -207,6 +215,7 @@ __device__ __forceinline__ void decode_produce_experts(DecodeBlock b) {
                         out.barrier(), out.policy);
             out.ring.n++;
           }
+        stamp_stream(b.p, b.step, b.layer, kStreamExperts, 1);
       }
       __syncwarp();
       b.stamp<kDebug>(kPhaseChoose, 3);

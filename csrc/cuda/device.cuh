@@ -85,8 +85,8 @@ void open_device(uint64_t bytes, const std::string& what) {
   admit(step_kernel<1>, sizeof(StepShared));
   admit(step_kernel<2>, sizeof(StepShared));
   if constexpr (kFast) {
-    admit(decode_kernel<false, false>, sizeof(DecodeShared));
-    admit(decode_kernel<false, true>, sizeof(DecodeShared));
+    admit(decode_kernel<kTraced, false>, sizeof(DecodeShared));
+    admit(decode_kernel<kTraced, true>, sizeof(DecodeShared));
   }
   size_t free = 0, total = 0;
   check(cudaMemGetInfo(&free, &total), "asking how much GPU memory is free");

@@ -1,4 +1,4 @@
-// A step by itself, measured: for mkpack bench.
+// Steps measured: one by itself for mkpack bench, when each phase of a few was done for mkpack trace.
 #pragma once
 #include "state.cuh"
 
@@ -35,6 +35,82 @@ inline mk_timing time_step(mk_model& model, const int32_t* tokens, int count) {
   model.finish();
   const int passes = ceil_div(count, kStepTokens);  // more than one where the kernel's steps are short
   return {start.seconds_until(end), (double)hit / (kLayers * passes)};
+}
+
+// ---- trace -----------------------------------------------------------------------------------------------------------
+constexpr int kTraceBefore = 1;  // steps that run first: weights of a launch's first step are not on their way
+
+// Rows of a trace: phases, then streams.
+inline mk_trace_shape trace_shape(int count) {
+  static const char* names =
+      "consumers embed\nconsumers qkv\nconsumers attention\nconsumers combine\nconsumers out\nconsumers router\n"
+      "consumers choose\nconsumers gate/up\nconsumers down\nconsumers head\nconsumers token\n"
+      "dense qkv\ndense out\ndense head\nexperts cache\nexperts gate/up and down";
+  // decode_kernel chooses where it streams.
+  static const char* names_of_decode =
+      "consumers embed\nconsumers qkv\nconsumers attention\nconsumers combine\nconsumers out\nconsumers router\n"
+      "experts choose\nconsumers gate/up\nconsumers down\nconsumers head\nconsumers token\n"
+      "dense qkv\ndense out\ndense head\nexperts cache\nexperts gate/up and down";
+  return {kLayers + 1, kPhases + kStreams, kGrid, 0, kFastDecode && count == 1 ? names_of_decode : names};
+}
+
+// stamps: [steps][kLayers + 1][kPhases + kStreams][kGrid][4]. One token is followed by those that the kernel chooses, in one
+// launch; several are run again and again, a launch each. The model's length stays.
+inline void trace_steps(mk_model& model, const int32_t* tokens, int count, int steps, int64_t* stamps) {
+  int places = 1;
+  while (places < steps) places *= 2;
+  DeviceArray<int64_t> phases(kTraceStep * places), streams(kStreamStep * places);
+  StepParams& p = model.params;
+  const auto trace = [&](int first, int mask) {
+    p.trace = phases.get() + first * kTraceStep;
+    p.streams = streams.get() + first * kStreamStep;
+    p.trace_mask = mask;
+  };
+  struct Untraced {
+    StepParams& p;
+    ~Untraced() { p.trace = p.streams = nullptr; }
+  } untraced{p};
+  model.give(tokens, count);
+  int first = 0;  // the place of the first step
+  check(cudaMemsetAsync(phases.get(), 0, kTraceStep * places * sizeof(int64_t), model.stream), "clearing the trace");
+  check(cudaMemsetAsync(streams.get(), 0, kStreamStep * places * sizeof(int64_t), model.stream), "clearing the trace");
+  if (count == 1) {
+    trace(0, places - 1);
+    const int all = steps + kTraceBefore;
+    const mk_request greedy{0, 1, 0, 1, 0, all, 0, nullptr, 0, 0};
+    model.mail.clear(all);
+    if constexpr (kFastDecode)
+      model.launch_decode<kFastDecode>(all, 0, greedy);
+    else
+      model.launch(1, all, 0, 0, &greedy);
+    model.finish();
+    first = kTraceBefore;
+  } else {
+    for (int i = -kTraceBefore; i < steps; i++) {
+      trace(std::max(i, 0), 0);
+      model.launch(count, 0, 0, count, nullptr);
+      model.finish();
+    }
+  }
+  constexpr size_t kRows = kPhases + kStreams, kStep = (kLayers + 1) * kRows * kGrid * 4;
+  std::vector<int64_t> a(kTraceStep), b(kStreamStep);
+  for (int i = 0; i < steps; i++) {
+    const int place = (first + i) % places;
+    check(cudaMemcpy(a.data(), phases.get() + place * kTraceStep, a.size() * sizeof(int64_t), cudaMemcpyDeviceToHost),
+          "copying the trace from the GPU");
+    check(cudaMemcpy(b.data(), streams.get() + place * kStreamStep, b.size() * sizeof(int64_t), cudaMemcpyDeviceToHost),
+          "copying the trace from the GPU");
+    int64_t* out = stamps + i * kStep;
+    for (size_t layer = 0; layer <= kLayers; layer++) {
+      out = std::copy_n(a.data() + layer * kPhases * kGrid * 4, kPhases * kGrid * 4, out);
+      for (size_t j = 0; j < (size_t)kStreams * kGrid; j++, out += 4) {
+        const int64_t* moments = b.data() + (layer * kStreams * kGrid + j) * 2;
+        out[0] = moments[0];
+        out[1] = out[2] = 0;
+        out[3] = moments[1];
+      }
+    }
+  }
 }
 
 }  // namespace mk

@@ -250,3 +250,20 @@ MK_EXPORT int32_t mk_time_step(mk_model* model, const int32_t* tokens, int32_t c
     return MK_OK;
   });
 }
+
+MK_EXPORT int32_t mk_trace(mk_model* model, const int32_t* tokens, int32_t count, int32_t steps, int64_t* stamps,
+                           mk_trace_shape* shape) {
+  if constexpr (!kTraced)
+    return fail(MK_ERR_ARGUMENT, "this kernel keeps no times; build the artifact again with --trace");
+  *shape = trace_shape(count);
+  if (!stamps) return MK_OK;
+  if (int32_t code = check_step(model, tokens, count)) return code;
+  if (steps < 1) return fail(MK_ERR_ARGUMENT, "at least one step must be traced");
+  if (std::max(count, steps + kTraceBefore) > model->context - model->length)
+    return fail(MK_ERR_CONTEXT, "the traced steps do not fit behind " + std::to_string(model->length) + " of " +
+                                    std::to_string(model->context) + " positions");
+  return guarded(model, [&] {
+    trace_steps(*model, tokens, count, steps, stamps);
+    return MK_OK;
+  });
+}

@@ -1,25 +1,9 @@
-// Rings of shared-memory pages between the thread that streams weights and the warps that multiply with them, the
-// phases' names, and the report of a wait that ended.
+// Rings of shared-memory pages between the thread that streams weights and the warps that multiply with them, and the
+// report of a wait that ended.
 #pragma once
-#include "layout.cuh"
-#include "ptx.cuh"
+#include "trace.cuh"
 
 namespace mk {
-
-enum Phase {
-  kPhaseEmbed,
-  kPhaseQkv,
-  kPhaseAttention,
-  kPhaseCombine,
-  kPhaseOut,
-  kPhaseRouter,
-  kPhaseChoose,
-  kPhasePair,
-  kPhaseDown,
-  kPhaseHead,
-  kPhaseToken,
-  kPhases
-};
 
 // Filled by the first SM that makes no progress for the wait limit.
 struct Report {

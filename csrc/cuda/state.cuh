@@ -227,6 +227,10 @@ void mk_model::launch_decode(int new_tokens, int made, const mk_request& request
     p.report = params.report;
     p.mail = params.mail;
     p.wait_limit_ns = params.wait_limit_ns;
+    p.trace = params.trace;
+    p.streams = params.streams;
+    p.trace_mask = params.trace_mask;
+    p.mute = -1;
     p.steps = std::min(new_tokens, context - length);
     p.position = length;
     p.made = made;
@@ -247,7 +251,7 @@ void mk_model::launch_decode(int new_tokens, int made, const mk_request& request
     p.first_epoch = epochs;
     uint32_t zero = 0;
     void* args[] = {&p, &zero};
-    check(cudaLaunchCooperativeKernel(is_greedy(p.sampling) ? decode_kernel<false, false> : decode_kernel<false, true>,
+    check(cudaLaunchCooperativeKernel(is_greedy(p.sampling) ? decode_kernel<kTraced, false> : decode_kernel<kTraced, true>,
                                       dim3(kGrid), dim3(kThreads), args, sizeof(DecodeShared), stream),
           "launching the kernel");
   }

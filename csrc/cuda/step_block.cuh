@@ -44,7 +44,8 @@ struct StepParams {
   uint32_t* experts_hit; // distinct experts that a layer's tokens chose, added up over layers and launches
   Report* report;
   Mailbox* mail;
-  int64_t* trace;  // [kLayers + 1][kPhases][kGrid][4] nanoseconds of the last step; traced builds only
+  int64_t *trace, *streams;  // NULL, or trace_mask + 1 times what trace.cuh says; traced builds only
+  int32_t trace_mask;
   uint64_t wait_limit_ns;
   uint32_t barrier_base;  // arrivals before this launch
   uint32_t first_epoch;   // layers done before this launch

@@ -1,0 +1,57 @@
+// Time stamps of phases and of weight streams, for `mkpack trace`. model.h of a build with --trace defines MK_TRACE; in other
+// builds nothing of this is left.
+#pragma once
+#include <cstdint>
+#include "layout.cuh"
+#include "ptx.cuh"
+
+namespace mk {
+
+enum Phase {
+  kPhaseEmbed,
+  kPhaseQkv,
+  kPhaseAttention,
+  kPhaseCombine,
+  kPhaseOut,
+  kPhaseRouter,
+  kPhaseChoose,
+  kPhasePair,
+  kPhaseDown,
+  kPhaseHead,
+  kPhaseToken,
+  kPhases
+};
+
+// What the producers stream: the first three by the dense one.
+enum WeightStream { kStreamQkv, kStreamOut, kStreamHead, kStreamCache, kStreamExperts, kStreams };
+
+#ifdef MK_TRACE
+constexpr bool kTraced = true;
+#else
+constexpr bool kTraced = false;
+#endif
+
+// Nanoseconds that one step leaves: of phases [kLayers + 1][kPhases][kGrid][4], of streams [kLayers + 1][kStreams][kGrid][2].
+// The last layer stands for what follows the layers. Step i is kept in place i & trace_mask.
+constexpr int64_t kTraceStep = (int64_t)(kLayers + 1) * kPhases * kGrid * 4;
+constexpr int64_t kStreamStep = (int64_t)(kLayers + 1) * kStreams * kGrid * 2;
+
+// Where the phases of a step are kept, or NULL.
+template <class P>
+__device__ __forceinline__ int64_t* trace_of(const P& p, int step) {
+  return p.trace ? p.trace + (step & p.trace_mask) * kTraceStep : nullptr;
+}
+// Moments of a phase: 0 entered, 1 input there (where the phase waits for it), 2 products done, 3 published.
+__device__ __forceinline__ void stamp_phase(int64_t* trace, int layer, Phase phase, int moment) {
+  if (trace) trace[((layer * kPhases + phase) * kGrid + (int)blockIdx.x) * 4 + moment] = global_nanoseconds();
+}
+// Moments of a stream: 0 its first page may be issued, 1 its last was.
+template <class P>
+__device__ __forceinline__ void stamp_stream(const P& p, int step, int layer, WeightStream stream, int moment) {
+  if constexpr (kTraced)
+    if (p.streams)
+      p.streams[(step & p.trace_mask) * kStreamStep + ((layer * kStreams + stream) * kGrid + (int)blockIdx.x) * 2 +
+                moment] = global_nanoseconds();
+}
+
+}  // namespace mk
