@@ -78,6 +78,13 @@ struct Workspace {
   const size_t experts_hit = place<uint32_t>(1);
 };
 
+#ifndef MK_MORE_SPLITS
+// Positions from which on decode_kernel is faster with 16 and with 32 KV splits, measured at the shape of Qwen3-30B-A3B on
+// an H200. A test has others.
+#define MK_MORE_SPLITS 704, 5008
+#endif
+constexpr int kMoreSplits[2] = {MK_MORE_SPLITS};
+
 }  // namespace mk
 
 struct mk_model {
@@ -91,8 +98,6 @@ struct mk_model {
   mk::HostMailbox mail;
   mk::HostStream stream;
   mk::StepParams params{};
-  int more_splits[2] = {704, 5008};  // positions from which on decode_kernel is faster with 16 and with 32 KV splits, measured
-                                     // at the shape of Qwen3-30B-A3B on an H200
   uint32_t epochs = 0;    // used in the exchange buffers
   uint32_t arrivals = 0;  // at the grid barrier
   int32_t length = 0;     // positions in the KV cache
@@ -168,13 +173,13 @@ inline mk_model::mk_model(const void* blob, int context, double wait_limit_s)
   params.experts_hit = (uint32_t*)(a + places.experts_hit);
   params.mail = mail.device();
   params.wait_limit_ns = (uint64_t)(std::min(wait_limit_s, 1e9) * 1e9);
-  params.tiles_per_split = 4;
+  params.tiles_per_split = 2;
   params.max_length = context;
   params.dense_flight = 2;
   params.head_flight = kStepSlots;
   params.expert_flight = kStepSlots;
-  params.expert_ahead = 8;
-  params.dense_ahead = 2;
+  params.expert_ahead = 0;
+  params.dense_ahead = 1;
 }
 
 inline mk::Sampling sampling_of(const mk_request& r) {
@@ -234,7 +239,7 @@ void mk_model::launch_decode(int new_tokens, int made, const mk_request& request
     p.steps = std::min(new_tokens, context - length);
     p.position = length;
     p.made = made;
-    for (int i = 0; i < 2; i++) p.more_splits[i] = splits_fit(kMinLogSplits + i + 1) ? more_splits[i] : INT32_MAX;
+    for (int i = 0; i < 2; i++) p.more_splits[i] = splits_fit(kMinLogSplits + i + 1) ? kMoreSplits[i] : INT32_MAX;
     p.num_stop_tokens = request.num_stop_tokens;
     std::copy_n(request.stop_tokens, request.num_stop_tokens, p.stop_tokens);
     p.sampling = sampling_of(request);
@@ -273,7 +278,6 @@ inline int32_t mk_model::await_token(int i) {
   using namespace mk;
   const volatile int32_t& token = ((volatile int32_t*)mail->tokens)[i];
   for (int spins = 1; token == 0; spins++) {
-    if (cancelled.load(std::memory_order_relaxed)) mail->cancel = 1;
     if (spins % 64) continue;
     const cudaError_t state = cudaStreamQuery(stream);
     if (state == cudaErrorNotReady) {

@@ -60,6 +60,8 @@ struct StepParams {
   int32_t stop_tokens[kMaxStopTokens];
   Sampling sampling;
   int32_t dense_flight, head_flight, expert_flight;  // pages under way
+  int32_t expert_ahead;  // pages beyond the ring brought into L2
+  int32_t dense_ahead;   // likewise of the next layer: 0 none, 1 QKV's, 2 the output projection's too
 };
 
 // ---- shape of the step kernel ----------------------------------------------------------------------------------------
@@ -92,30 +94,39 @@ struct alignas(16) SquadScores {
 };
 
 MK_HD int most(int a, int b) { return a > b ? a : b; }
+MK_HD int attention_blocks(int tokens) { return ceil_div(tokens * kGroup, 16); }
+// A page is a tile of weights, several of them, or two tiles of the KV cache.
+constexpr int kSlotBytes = most(kExpertPageBytes, 2 * 2 * kTileBytes);
 // Bytes of the part of shared memory that phases use in turn, at most `tokens` tokens a step.
 MK_HD int step_scratch(int tokens) {
-  const int x = tokens * kXStride * 2;                                                       // input of gate/up
-  const int scores = ceil_div(tokens * kGroup, 16) * 16 * kQStride * 2 + kSquads * (int)sizeof(SquadScores);
+  const int x = tokens * kXStride * 2;  // input of gate/up
+  const int blocks = attention_blocks(tokens);
+  const int queries = blocks * 16 * kQStride * 2 + kSquads * ceil_div(blocks, kSquads) * (int)sizeof(SquadScores) +
+                      2 * 2 * kTileBytes + 16;
   const int outputs = kSquads * 16 * (kHeadDim * 4 + 8);
-  const int dense = kDenseChunk * kWarps * kPageRows * (tokens > 8 ? 16 : 8) * 4;            // partial sums
+  const int dense = kDenseChunk * kWarps * kPageRows * (tokens > 8 ? 16 : 8) * 4;  // partial sums
   const int down = kDownCopies * tokens * kTopK * kOwnedRows * 4;
-  return most(most(most(x, scores), most(outputs, dense)), most(down, (int)sizeof(SamplerScratch)));
+  return most(most(most(x, queries), most(outputs, dense)), most(down, (int)sizeof(SamplerScratch)));
 }
 constexpr int kSharedLimit = 227 << 10;
 MK_HD int step_fixed() {  // everything else, rounded up
-  return kStepSlots * (kPageBytes + kExpertPageBytes) + kWarps * 2 * 16 * 8 * 4 + kMaxTokens * kOwnedRows * 4 +
-         kMaxTokens * kWarps * 4 + kMaxTokens * kTopK * 12 + kExperts * 6 + 4096;
+  return kStepSlots * (kPageBytes + kSlotBytes) + kWarps * 2 * 16 * 8 * 4 + kMaxTokens * kOwnedRows * 4 +
+         16 * kWarps * 4 + kMaxTokens * kTopK * 12 + kExperts * 6 + 4096;
 }
+// Most tokens that a step of this model takes: shared memory ends somewhere, and so do the registers that hold the outputs of
+// a squad's row blocks.
 MK_HD int step_tokens() {
   int tokens = kMaxTokens;
-  while (tokens > 1 && step_fixed() + step_scratch(tokens) > kSharedLimit) tokens /= 2;
+  while (tokens > 1 && (step_fixed() + step_scratch(tokens) > kSharedLimit || attention_blocks(tokens) > 2 * kSquads))
+    tokens /= 2;
   return tokens;
 }
-constexpr int kStepTokens = step_tokens();  // most tokens that a step of this model takes
+constexpr int kStepTokens = step_tokens(), kStepRows = attention_blocks(kStepTokens) * 16;
+constexpr int kSquadBlocks = ceil_div(attention_blocks(kStepTokens), kSquads);  // row blocks of a squad
 
 struct alignas(128) StepShared {
   uint8_t dense[kStepSlots][kPageBytes];
-  uint8_t expert[kStepSlots][kExpertPageBytes];
+  uint8_t expert[kStepSlots][kSlotBytes];
   alignas(128) uint8_t scratch[step_scratch(kStepTokens)];
   float pair_part[kPairGroups][2][kPairWarps][16][8];
   float residual[kMaxTokens][kOwnedRows];
@@ -133,7 +144,8 @@ struct alignas(128) StepShared {
   int32_t best_row[kTeam];
   // The running step, the same for all threads. In shared memory, because registers are scarce: whoever needs one of them
   // loads it again after a barrier. Written by thread 0 between the two barriers of meet().
-  int32_t layer, position, tokens;
+  int32_t step, layer, position, tokens;
+  uint32_t dense_pages, expert_pages;  // passed through the rings before this step
   int32_t first;      // row of the first token in logits and taps
   uint32_t epoch;     // of the running layer
   uint32_t arrivals;  // at the grid barrier when all have come to the last one
@@ -152,11 +164,12 @@ struct Step {
   int first, tokens;  // of the given ones; first counts on behind them
   bool head;          // this step computes logits
 };
+__device__ __forceinline__ int given_steps(const StepParams& p) { return ceil_div(p.given, kStepTokens); }
 __device__ __forceinline__ int step_count(const StepParams& p) {
-  return ceil_div(p.given, kStepTokens) + (p.new_tokens > 1 ? p.new_tokens - 1 : 0);
+  return given_steps(p) + (p.new_tokens > 1 ? p.new_tokens - 1 : 0);
 }
 __device__ __forceinline__ Step step_at(const StepParams& p, int i) {
-  const int chunks = ceil_div(p.given, kStepTokens);
+  const int chunks = given_steps(p);
   if (i >= chunks) return {p.given + i - chunks, 1, true};
   const int first = i * kStepTokens, tokens = min(kStepTokens, p.given - first);
   return {first, tokens, p.new_tokens ? i + 1 == chunks : first + tokens > p.given - p.num_logits};
@@ -169,7 +182,12 @@ struct StepBlock {
   uint32_t zero;  // see Ring::release
 
   __device__ __forceinline__ int lane() const { return tid & 31; }
-  __device__ __forceinline__ int sm() const { return blockIdx.x; }
+  // Read again at every use: what is computed from it would otherwise be kept in registers through all phases.
+  __device__ __forceinline__ int sm() const {
+    int sm = blockIdx.x;
+    forget(sm);
+    return sm;
+  }
   __device__ __forceinline__ int layer() const { return s.layer; }
   __device__ __forceinline__ int position() const { return s.position; }
   __device__ __forceinline__ int tokens() const { return s.tokens; }
@@ -188,8 +206,7 @@ struct StepBlock {
     forget(tid);  // or addresses would be computed a phase ahead, and spilled
     if (moment == 0 && tid == 0) *(volatile uint32_t*)&s.progress = s.epoch * kPhases + phase;
 #ifdef MK_TRACE
-    if (tid == 0 && p.trace)
-      p.trace[(((int64_t)s.layer * kPhases + phase) * kGrid + sm()) * 4 + moment] = global_nanoseconds();
+    if (tid == 0) stamp_phase(trace_of(p, s.step), s.layer, phase, moment);
 #endif
   }
 
@@ -234,5 +251,19 @@ struct StepBlock {
     }
   }
 };
+
+// First a warpgroup, of which two warps work: one streams dense weights and watches the time, one streams experts. The
+// scheduler prefers older warps, and these must not starve behind consumers that spin on a barrier. Then 16 consumer warps.
+// The first four exist as a whole because registers move between the two kinds by warpgroups: 640 x 96 at launch, then
+// 512 x 104 + 128 x 64 out of the same 61440 (asking for more than the launch took would never return).
+constexpr int kProducers = 128, kThreads = kProducers + kTeam;
+
+// What a consumer thread knows at the beginning of a step. Made anew for each: what a thread keeps in registers meanwhile
+// would have to survive the calls of the sampler.
+__device__ __forceinline__ StepBlock consumer(const StepParams& p, StepShared& s, uint32_t zero) {
+  int tid = threadIdx.x - kProducers;
+  forget(tid);
+  return {p, s, __shfl_sync(~0u, tid / 32, 0), tid, zero};
+}
 
 }  // namespace mk

@@ -45,12 +45,12 @@ __device__ __forceinline__ void step_head(StepBlock& b, StepRing& ring) {
 
 MK_HD bool is_greedy(const Sampling& r) { return r.temperature == 0.f && r.repetition_penalty == 1.f; }
 
-// Chooses the token behind position `last`, tells the host, and decides whether the generation ends with it: `made` tokens
-// were chosen before. Leaves s.token and s.ended; every SM finds the same.
+// Chooses the token behind the step's last, tells the host, and decides whether the generation ends with it. Leaves s.token and s.ended; every SM finds the same.
 // Not inlined: with the sampler in it, it would take registers from every phase.
-__device__ __attribute__((noinline)) void step_token(StepBlock b, int made) {
+__device__ __attribute__((noinline)) void step_token(const StepParams& p, StepShared& s) {
+  StepBlock b = consumer(p, s, 0);
   b.stamp(kPhaseToken, 0);
-  const StepParams& p = b.p;
+  const int made = b.s.step + 1 - given_steps(p);  // tokens chosen before
   const int last = b.tokens() - 1, position = b.position() + b.tokens();  // of the token to be chosen
   int token;
   if (is_greedy(p.sampling)) {

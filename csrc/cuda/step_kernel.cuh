@@ -6,11 +6,35 @@
 
 namespace mk {
 
-// First a warpgroup, of which two warps work: one streams dense weights and watches the time, one streams experts. The
-// scheduler prefers older warps, and these must not starve behind consumers that spin on a barrier. Then 16 consumer warps.
-// The first four exist as a whole because registers move between the two kinds by warpgroups: 640 x 96 at launch, then
-// 512 x 104 + 128 x 64 out of the same 61440 (asking for more than the launch took would never return).
-constexpr int kProducers = 128, kThreads = kProducers + kTeam;
+// Everything of a step up to its logits.
+template <int kTiles>
+__device__ __forceinline__ void run_step(const StepParams& p, StepShared& s, uint32_t zero) {
+  StepBlock b = consumer(p, s, zero);
+  StepRing dense{smem_address(s.dense_full), smem_address(s.dense_empty), s.dense_pages};
+  StepRing expert{smem_address(s.expert_full), smem_address(s.expert_empty), s.expert_pages};
+  if (b.tid == 0) {
+    const Step step = step_at(p, s.step);
+    s.layer = 0;
+    s.position = p.position + step.first;
+    s.tokens = step.tokens;
+    s.first = p.new_tokens ? 0 : step.first;
+  }
+  team_sync<kTeam>();
+  step_embed(b, s.step < given_steps(p) ? p.history + b.position() : &s.token);
+#pragma unroll 1
+  do {
+    step_qkv<kTiles>(b, dense);
+    step_attention(b, expert);
+    step_combine(b);
+    step_out<kTiles>(b, dense);
+    step_router(b);
+    step_choose(b);
+    step_pair(b, expert);
+    step_down(b, expert);
+  } while (s.layer < kLayers);
+  if (step_at(p, s.step).head) step_head<kTiles>(b, dense);
+  if (b.tid == 0) s.dense_pages = dense.n, s.expert_pages = expert.n;
+}
 
 // kTiles: groups of eight tokens that a step may have, 1 or 2.
 template <int kTiles>
@@ -26,52 +50,29 @@ __global__ void __launch_bounds__(kThreads, 1) step_kernel(__grid_constant__ con
       mbarrier_init(smem_address(&s.expert_empty[i]), kWarps);
     }
     mbarrier_init_fence();
-    s.quit = s.expired = s.ended = 0;
+    s.quit = s.expired = s.ended = s.step = 0;
+    s.dense_pages = s.expert_pages = 0;
     s.progress = 0;
     s.epoch = p.first_epoch + 1;
     s.arrivals = p.barrier_base;
   }
   __syncthreads();
-  StepBlock b{p, s, warp - kProducers / 32, tid - kProducers, zero};
   if (tid < kProducers) {
+    StepBlock b{p, s, warp, tid, zero};
     registers_decrease<64>();
     if (warp == 0 && b.lane() == 0) step_produce_dense<kTiles>(b);
     if (warp == 1) step_produce_experts(b);
     return;
   }
   registers_increase<104>();
-  StepRing dense{smem_address(s.dense_full), smem_address(s.dense_empty)};
-  StepRing expert{smem_address(s.expert_full), smem_address(s.expert_empty)};
-#pragma unroll 1
-  for (int i = 0; i < step_count(p); i++) {
-    const int chunks = ceil_div(p.given, kStepTokens);
-    if (b.tid == 0) {
-      const Step step = step_at(p, i);
-      s.layer = 0;
-      s.position = p.position + step.first;
-      s.tokens = step.tokens;
-      s.first = p.new_tokens ? 0 : step.first;
-    }
+  do {
+    run_step<kTiles>(p, s, zero);
+    if (p.new_tokens && s.step + 1 >= given_steps(p)) step_token(p, s);
     team_sync<kTeam>();
-    step_embed(b, i < chunks ? p.history + b.position() : &s.token);
-#pragma unroll 1
-    for (int layer = 0; layer < kLayers; layer++) {
-      step_qkv<kTiles>(b, dense);
-      step_attention(b);
-      step_combine(b);
-      step_out<kTiles>(b, dense);
-      step_router(b);
-      step_choose(b);
-      step_pair(b, expert);
-      step_down(b, expert);
-    }
-    if (step_at(p, i).head) step_head<kTiles>(b, dense);
-    if (p.new_tokens && i + 1 >= chunks) {
-      step_token(b, i + 1 - chunks);
-      if (s.ended) break;
-    }
-  }
-  if (b.tid == 0) *(volatile int32_t*)&s.quit = 1;
+    if (threadIdx.x == kProducers) s.ended |= ++s.step >= step_count(p);
+    team_sync<kTeam>();
+  } while (!s.ended);
+  if (threadIdx.x == kProducers) *(volatile int32_t*)&s.quit = 1;
   barrier_sync<2, kChosenThreads>();  // lets the expert warp see it
 }
 

@@ -159,7 +159,7 @@ static void phase_times(mk_model* model) {
   const auto at = [&](int l, int ph, int sm, int moment) { return t[(((size_t)l * kPhases + ph) * kGrid + sm) * 4 + moment]; };
   printf("  us from a phase's entry (earliest SM) to: first/last SM done, next phase entered\n");
   for (int ph = kPhaseQkv; ph <= kPhaseDown; ph++) {
-    double first = 0, last = 0, next = 0;
+    double first = 0, last = 0, next = 0, input = 0;
     for (int l = 1; l < kLayers - 1; l++) {
       int64_t e = INT64_MAX, d0 = INT64_MAX, d1 = 0, n = INT64_MAX;
       for (int sm = 0; sm < kGrid; sm++) {
@@ -168,9 +168,14 @@ static void phase_times(mk_model* model) {
         n = std::min(n, ph == kPhaseDown ? at(l + 1, kPhaseQkv, sm, 0) : at(l, ph + 1, sm, 0));
       }
       first += d0 - e, last += d1 - e, next += n - e;
+      if (ph == kPhaseAttention) {
+        int64_t prepared = 0;
+        for (int sm = 0; sm < kGrid; sm++) prepared = std::max(prepared, at(l, ph, sm, 1));
+        input += prepared - e;
+      }
     }
     const double k = 1e3 * (kLayers - 2);
-    printf("  %-10s %6.2f %6.2f %6.2f\n", names[ph], first / k, last / k, next / k);
+    printf("  %-10s %6.2f %6.2f %6.2f  prepared %.2f\n", names[ph], first / k, last / k, next / k, input / k);
   }
   int64_t h0 = INT64_MAX, h1 = 0;
   for (int sm = 0; sm < kGrid; sm++) h0 = std::min(h0, at(kLayers, kPhaseHead, sm, 0)), h1 = std::max(h1, at(kLayers, kPhaseHead, sm, 3));
@@ -254,14 +259,13 @@ int main(int argc, char** argv) {
   const double ms = timed.decode_s * 1e3 / (count - 1), bound = step_bytes(1, 39 + count / 2) / bandwidth * 1e3;
   printf("39-token prompt %.2f ms; %d tokens: %.4f ms/token = %.0f tok/s; read bandwidth %.3f TB/s, bound %.4f ms, %.1f%%\n",
          timed.prefill_s * 1e3, count, ms, 1e3 / ms, bandwidth / 1e12, bound, 100 * bound / ms);
-  if (getenv("SWEEP"))  // KV tiles a split, dense pages under way
-    for (int tiles : {1, 2, 4, 8})
-      for (int flight : {2, 3, 4}) {
-        printf("%d tiles a split, %d dense pages under way\n", tiles, flight);
+  if (getenv("SWEEP"))
+    for (int ahead : {0, 4, 8, 16})
+      for (int dense : {0, 1, 2}) {
+        printf("%d expert pages ahead, dense %d\n", ahead, dense);
         const auto kept = model->params;
-        model->params.tiles_per_split = tiles, model->params.dense_flight = flight;
+        model->params.expert_ahead = ahead, model->params.dense_ahead = dense;
         time_steps(model, 512, rounds, bandwidth);
-        if (flight == 2) time_steps(model, 8000, rounds, bandwidth);
         model->params = kept;
       }
   for (int i = 3; i < std::max(4, argc); i++) time_steps(model, i < argc ? atoi(argv[i]) : 512, rounds, bandwidth);
