@@ -303,6 +303,27 @@ def bench(
     typer.echo(result.to_json() if json else result.render())
 
 
+@app.command()
+def trace(
+    artifact: ArtifactOrRepo,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE", help="A .json or .json.gz; a page (.html) goes beside it.")
+    ],
+    target: Target = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps that are traced.")] = 3,
+    tokens: Annotated[int, typer.Option(min=1, max=16, help="Tokens of every step.")] = 1,
+    context: Annotated[
+        int | None, typer.Option(min=0, help="Positions in the cache before them. [default: 512]")
+    ] = None,
+) -> None:
+    """Show when every SM did what in a few steps, of an artifact that was built with --trace."""
+    from mkpack import trace as tracing
+    from mkpack.repo import located
+
+    found = tracing.run(located(artifact), output, target=target, steps=steps, tokens=tokens, context=context)
+    typer.echo(found)
+
+
 @app.command("eval")
 def evaluate(
     artifact: Artifact,

@@ -225,6 +225,16 @@ class Model:
             at += n
         return np.concatenate(parts)
 
+    def trace(self, tokens: Sequence[int], steps: int) -> tuple[int, list[str], np.ndarray]:
+        """(code, names of rows, stamps) of mk_trace."""
+        shape, ids = abi.TraceShape(), (ctypes.c_int32 * len(tokens))(*tokens)
+        code = int(self.lib.mk_trace(self.handle, ids, len(tokens), steps, None, ctypes.byref(shape)))
+        stamps = np.zeros((steps, shape.layers, shape.rows, shape.sms, 4), np.int64)
+        if code == abi.OK:
+            target = stamps.ctypes.data_as(ctypes.POINTER(ctypes.c_int64))
+            code = int(self.lib.mk_trace(self.handle, ids, len(tokens), steps, target, ctypes.byref(shape)))
+        return code, (shape.names or b"").decode().split("\n"), stamps
+
     def generate(
         self, prompt: Sequence[int], callback: Any = None, *, stop: Sequence[int] = (), **request: Any
     ) -> Generated:

@@ -34,6 +34,7 @@ COMMANDS = [
     "unpack",
     "graph",
     "bench",
+    "trace",
     "eval",
     "doctor",
 ]
@@ -126,14 +127,15 @@ def fake_modules() -> dict[str, Any]:
         "build": types.SimpleNamespace(build=_build),
         "plan": types.SimpleNamespace(plan=lambda recipe: FakeReport("plan", str(recipe))),
         "bench": types.SimpleNamespace(run=lambda path, **options: FakeReport(str(path), options)),
+        "trace": types.SimpleNamespace(run=lambda path, out, **options: f"{path} {out} {options}"),
         "quality": types.SimpleNamespace(compare=lambda a, b, **options: FakeReport(str(a), str(b), options)),
     }
 
 
-def _build(recipe: Path, output: str | None, force: bool, keep_work: bool, console: Any) -> Path:
+def _build(recipe: Path, output: str | None, force: bool, keep_work: bool, trace: bool, console: Any) -> Path:
     if not recipe.exists():
         raise UserError(f"{recipe}: no such file")
-    console.print("step 1 of 1")
+    console.print("step 1 of 1" + ", traced" * trace)
     path = Path(output) if output else recipe.with_suffix(".mkpack")
     path.write_bytes(b"12345")
     return path
@@ -526,3 +528,12 @@ def test_bench_and_eval_pass_their_options(call: Any) -> None:
     _, out, _ = call("eval", "a.mkpack", "--against", "b.mkpack", "--tokens", "9")
     assert out == "text of ('a.mkpack', 'b.mkpack', {'text': None, 'tokens': 9, 'threads': None})\n"
     assert call("eval", "a.mkpack")[0] == 2
+
+
+def test_trace_and_a_build_for_it(call: Any, tmp_path: Path) -> None:
+    _, out, _ = call("trace", "a.mkpack", "-o", "t.json", "--tokens", "4", "--context", "9")
+    assert out == "a.mkpack t.json {'target': None, 'steps': 3, 'tokens': 4, 'context': 9}\n"
+    assert call("trace", "a.mkpack")[0] == call("trace", "a.mkpack", "-o", "t.json", "--tokens", "17")[0] == 2
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("")
+    assert "traced" in call("build", str(recipe), "--trace")[2] and "traced" not in call("build", str(recipe))[2]
