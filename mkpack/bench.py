@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 from mkpack import platform, schedule
 from mkpack.errors import UserError
 from mkpack.generation import spread
-from mkpack.layout import counted_sections
 from mkpack.loader import load
 from mkpack.model import Model
 
@@ -162,7 +161,7 @@ def _point(model: Model, context: int, decode: float, prefill: float, bandwidth:
     step = min(manifest.limits.tokens_per_step, context)
     decode_bytes = model.bytes_per_step(1, context + NEW_TOKENS // 2)
     # The head runs for the last token only.
-    step_phases = schedule.phases(manifest.spec, counted_sections(manifest), manifest.tp)
+    step_phases = schedule.phases_of(manifest, manifest.kernels[model.target].layout)
     head = sum(p.nbytes for p in step_phases if p.name == "head")
     prefill_bytes = (model.bytes_per_step(step, context // 2) - head) / step + head / context
     return Point(

@@ -5,19 +5,50 @@ from __future__ import annotations
 from mkpack import abi
 from mkpack.codegen import cpp_float, description
 from mkpack.layout import align
-from mkpack.layout_cuda import GRID, CudaLayout
+from mkpack.layout_cuda import CudaLayout
 from mkpack.manifest import Limits
+from mkpack.schedule.cuda_decode import Decode
+from mkpack.schedule.shape import THREADS, Shape
 
-KV_TILE = 16  # positions of the KV cache that lie together
 SECTIONS = "dense head experts expert_scales dense_scales head_scales routers embedding norms".split()
 
 
-def cuda_header(layout: CudaLayout, limits: Limits, target: str, trace: bool = False) -> str:
-    """C++ text of model.h for one architecture of layout_cuda.GRID. trace: the kernel keeps times for `mkpack trace`.
+def _scheduled(shape: Shape) -> dict[str, int]:
+    """Numbers that the schedule and the kernels each compute."""
+    found = {
+        "scheduled_grid": shape.grid,
+        "owned_units": shape.owned_units,
+        "owners": shape.owners,
+        "qkv_units": shape.qkv_units,
+        "head_units": shape.head_units,
+        "pair_units": shape.pair_units,
+        "pair_tile_bytes": shape.pair_tile,
+        "down_tile_bytes": shape.down_tile,
+        "max_splits": shape.max_splits,
+        "threads": THREADS,
+        "step_tokens": shape.step_tokens,
+        "slot_bytes": shape.slot_bytes,
+        "pair_groups": shape.pair_groups,
+        "down_pack": shape.down_pack,
+        "down_copies": shape.down_copies,
+        "step_shared_bytes": shape.step_machine().shared_bytes,
+        "decode_shared_bytes": shape.decode_machine().shared_bytes if shape.fast_decode else 0,
+    }
+    end = 0
+    for words in Decode.exchange(shape):
+        found[f"{words.name}_at"] = end
+        end += words.elements * words.replicas
+    return {**found, "exchange_words": 2 * align(end, 16)}
 
-    csrc/cuda/model.cu asserts the sizes in it against layout.cuh, so that the two cannot drift apart.
+
+def cuda_header(layout: CudaLayout, limits: Limits, target: str, trace: bool = False, grid: int | None = None) -> str:
+    """C++ text of model.h for one architecture of layout_cuda.GRID. trace: the kernel keeps times for `mkpack trace`.
+    grid: blocks, if not as many as the architecture has.
+
+    csrc/cuda/model.cu asserts the sizes in it against layout.cuh and the kernels' shared memory, so that the two cannot
+    drift apart.
     """
-    spec = layout.spec
+    spec, shape = layout.spec, Shape(layout, limits.context, target, grid)
     assert spec.moe
     ints = {
         "kLayers": len(spec.layers),
@@ -30,8 +61,8 @@ def cuda_header(layout: CudaLayout, limits: Limits, target: str, trace: bool = F
         "kTopK": spec.moe.top_k,
         "kMoeIntermediate": spec.moe.intermediate_size,
         "kVocab": spec.vocab_size,
-        "kMaxContext": align(limits.context, KV_TILE),
-        "kGrid": GRID[target],
+        "kMaxContext": shape.context,
+        "kGrid": shape.grid,
     }
     flags = {
         "kNormTopkProb": spec.moe.norm_topk_prob,
@@ -79,6 +110,9 @@ def cuda_header(layout: CudaLayout, limits: Limits, target: str, trace: bool = F
             f"constexpr int context = {limits.context};",
             f"constexpr int compute_capability = {int(target.removeprefix('sm_').removesuffix('a'))};  // times ten",
             *(f"constexpr uint64_t {name} = {value};" for name, value in {**offsets, **sizes}.items()),
+            "// What the schedule was proven with.",
+            *(f"constexpr uint64_t {name} = {value};" for name, value in _scheduled(shape).items()),
+            f"constexpr bool fast_decode = {str(shape.fast_decode).lower()};",
             "// Floats into a layer's part of the norms.",
             *(f"constexpr int {name} = {value};" for name, value in vectors.items()),
             f"constexpr float rope_attention_factor = {cpp_float(spec.rope.attention_factor)};",

@@ -15,6 +15,7 @@ from pathlib import Path
 from mkpack import cubin, platform
 from mkpack.errors import InternalError, UserError
 from mkpack.layout_cuda import GRID
+from mkpack.schedule.shape import LAUNCH_REGISTERS
 
 # Contraction is off because every fused multiply-add is written out: results may not depend on the compiler's mood.
 CPU_FLAGS = (
@@ -178,7 +179,7 @@ def _kernel(unit: Unit, compiler: platform.Compiler, path: Path) -> Kernel:
     requires = {"system": "linux", **_libc(library)}
     if unit.target not in CUDA_TARGETS:
         return Kernel(path, compiler.version, {"cpu": unit.target, **requires})
-    resources = cubin.report(library, path.with_name("ptxas.log").read_text(), may_spill=unit.traced)
+    resources = cubin.report(library, path.with_name("ptxas.log").read_text(), LAUNCH_REGISTERS, unit.traced)
     # Machine code runs on every driver for the same CUDA generation; the grid is one block an SM.
     cuda = compiler.version.partition(".")[0] + ".0"
     needs: dict[str, object] = {"gpu": unit.target, "cuda": cuda, "sms": GRID[unit.target]}

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from mkpack.layout import SECTION_ALIGN, align, ceil_div
-from mkpack.manifest import Section
+from mkpack.manifest import Manifest, Section
 from mkpack.spec import Format, LayerSpec, ModelSpec, MoeSpec, Precision, SourceNames, TensorRole, tensors
 
 # Blocks of the resident kernel, one an SM: what the smallest GPU of that architecture that it is meant for has (an H200
@@ -21,6 +21,7 @@ GRID = {"sm_90a": 132, "sm_100a": 148}
 HEAD_DIMS = (64, 128)
 MAX_GROUP = 16  # query heads of one KV head
 MAX_EXPERTS, MAX_TOP_K = 512, 32
+MAX_MASK_WORDS = 4096  # of 32 of a step's choices, for every expert
 PAGE_ROWS = 8  # of a dense matrix's page
 SHARE_ROW_BYTES = 128  # of a page's row that one warp reads: 64 columns of bf16 or 128 of fp8
 OWNED_ROWS = 16  # of a down tile
@@ -28,6 +29,8 @@ PAIR_ROWS = 8  # gate rows, and as many up rows, of a gate/up tile
 CHUNK = 64  # columns of an NVFP4 tile that lie together
 CHUNK_CODES, CHUNK_SCALES = 512, 64  # bytes of a chunk
 PAGE_CHUNKS = 32  # at most, of an NVFP4 page
+
+_ROUTERS = ("router", "routers")  # sections, of CPUs one a layer
 
 _WIDTH: dict[Format, int] = {"bf16": 2, "fp8": 1, "f32": 4}  # bytes of an element of a dense matrix or router
 
@@ -73,6 +76,9 @@ def _limits(spec: ModelSpec, tp: int) -> Iterator[tuple[str, object, object]]:
             yield "num_experts", spec.moe.num_experts, f"at most {MAX_EXPERTS}"
         if spec.moe.top_k > min(MAX_TOP_K, spec.moe.num_experts):
             yield "top_k", spec.moe.top_k, f"at most {min(MAX_TOP_K, spec.moe.num_experts)}"
+        if spec.moe.num_experts * ceil_div(spec.moe.top_k, 2) > MAX_MASK_WORDS:
+            most = f"at most {2 * MAX_MASK_WORDS}"
+            yield "num_experts * top_k", spec.moe.num_experts * spec.moe.top_k, most
         if spec.moe.intermediate_size % CHUNK:
             yield "moe intermediate_size", spec.moe.intermediate_size, f"multiples of {CHUNK}"
         yield from _features(spec.moe, "moe ")
@@ -215,6 +221,15 @@ class CudaLayout:
         if part == "router":
             return ("routers",)
         return ("dense", "dense_scales") if self.precision["attention"] == "fp8" else ("dense",)
+
+
+def cuda_layout_of(m: Manifest) -> CudaLayout | None:
+    """The CUDA layout of an artifact, made again from its manifest; None for a model that this version refuses."""
+    routers = [s.format for table in m.sections.values() for s in table if s.name.rpartition(".")[2] in _ROUTERS]
+    try:
+        return CudaLayout(m.spec, m.precision, *routers[:1])
+    except (ValueError, AssertionError, ArithmeticError, LookupError):
+        return None
 
 
 def row_bytes(fmt: Format, cols: int) -> int:

@@ -14,7 +14,6 @@ from mkpack.artifact import Artifact
 from mkpack.digest import Verification
 from mkpack.errors import UserError
 from mkpack.generation import STOP_REASONS, GenerateOptions, Generation, Job, Result, make_request
-from mkpack.layout import counted_sections
 from mkpack.manifest import Manifest
 from mkpack.native import NativeModel, Run
 from mkpack.spec import ModelSpec
@@ -170,8 +169,9 @@ class Model:
         that `tokens` tokens are expected to choose), and the keys and values of `position` earlier tokens."""
         from mkpack import schedule
 
-        m, kv_bytes = self.manifest, schedule.KV_BYTES[self.manifest.kernels[self.target].layout]
-        return schedule.bytes_per_step(m.spec, counted_sections(m), m.tp, tokens, position, kv_bytes, experts)
+        layout = self.manifest.kernels[self.target].layout
+        found = schedule.phases_of(self.manifest, layout)
+        return schedule.step_bytes(self.spec, found, tokens, position, schedule.KV_BYTES[layout], experts)
 
     def step(self, tokens: Sequence[int], num_logits: int = 1) -> np.ndarray:
         """Runs tokens after what the cache holds; any number that fits the context.

@@ -127,6 +127,11 @@ class Plan:
             peak = max(peak, imports + self.group_bytes(group))
         return peak + sum(s.nbytes * x.tp for x in self.layouts.values() for s in x.sections if s.cols == 1)
 
+    def source_bytes(self, group: list[TensorRole]) -> int:
+        """What tensors take in the source, in the formats they have there."""
+        info = self.checkpoint.tensors if self.checkpoint else {}
+        return round(sum(prequantised.read_bytes(role, (), info) for role in group))
+
     def group_bytes(self, group: list[TensorRole]) -> int:
         """Memory that tensors take while they are read, quantised and packed together."""
         info = self.checkpoint.tensors if self.checkpoint else {}
@@ -309,17 +314,21 @@ def plan(recipe_path: Path, weights: bool = False, progress: bool = True, like: 
         reference = Layout(spec, dict.fromkeys(named, "bf16"), 1, router)
         measured = QualityPlan(tokens, runs_here(targets)[0], reference)
     for target in targets:
-        if layout_name(target) == "cpu":
-            _prove(layout, recipe, target)
+        _prove(layouts[layout_name(target)], recipe, target)
     if measured:
         _prove(measured.reference, recipe, f"the reference on {measured.target}")
     commit, sha256 = (found.commit, found.sha256) if found else (None, {})
     return Plan(recipe, recipe_path, files, commit, checkpoint, spec, roles, layout, layouts, targets, sha256, measured)
 
 
-def _prove(layout: Layout, recipe: Recipe, target: str) -> None:
+def _prove(layout: Layout | CudaLayout, recipe: Recipe, target: str) -> None:
     context, tokens = recipe.limits.context, recipe.limits.tokens_per_step
-    schedule.check(schedule.cpu_schedule(layout.spec, layout.sections, layout.tp, context, tokens, target))
+    if isinstance(layout, CudaLayout):
+        proofs = schedule.cuda_proofs(layout, context, target)
+    else:
+        proofs = (schedule.cpu_schedule(layout.spec, layout.sections, layout.tp, context, tokens, target),)
+    for found in proofs:
+        schedule.check(found)
 
 
 def tokenizer(files: dict[str, Path]) -> Text | None:

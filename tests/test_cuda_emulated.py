@@ -52,9 +52,7 @@ class Built:
         folder = self.folder / ("races" if races else "plain")
         if not folder.exists():
             folder.mkdir()
-            header = cuda_header(self.layout, LIMITS, "sm_90a")
-            header, count = re.subn(r"kGrid = \d+", f"kGrid = {MODELS[self.name][1]}", header)
-            assert count == 1
+            header = cuda_header(self.layout, LIMITS, "sm_90a", grid=MODELS[self.name][1])
             emulator.build_library(header, folder, races=races)
         return folder / "kernel.so"
 

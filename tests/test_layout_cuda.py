@@ -34,7 +34,7 @@ def test_the_shape_of_qwen3_30b():
     [
         (small_spec(hidden_size=64, num_attention_heads=1, num_key_value_heads=1, vocab_size=7), "f32", {}),
         (small_spec(hidden_size=576, head_dim=128, num_attention_heads=16, num_key_value_heads=1), "bf16", {}),
-        (small_spec(hidden_size=2880, moe={"num_experts": 512, "top_k": 32, "intermediate_size": 2880}), "bf16", {}),
+        (small_spec(hidden_size=2880, moe={"num_experts": 512, "top_k": 16, "intermediate_size": 2880}), "bf16", {}),
         (small_spec(qkv_bias=True, o_bias=True, moe={"norm_topk_prob": False}), "bf16", {"attention": "fp8"}),
         (
             small_spec(tie_word_embeddings=True, layers=[LayerSpec(moe=True, sliding_window=5)]),
@@ -67,6 +67,10 @@ def test_other_shapes_are_taken(spec, router_format, precision):
         ({"moe": {"num_experts": 513}}, "num_experts is 513, the kernel takes at most 512"),
         ({"moe": {"num_experts": 64, "top_k": 33}}, "top_k is 33, the kernel takes at most 32"),
         ({"moe": {"top_k": 4}}, "top_k is 4, the kernel takes at most 3"),
+        (
+            {"moe": {"num_experts": 512, "top_k": 32}},
+            "num_experts * top_k is 16384, the kernel takes at most 8192",
+        ),
         ({"moe": {"intermediate_size": 96}}, "moe intermediate_size is 96, the kernel takes multiples of 64"),
         ({"moe": {"scoring": "sigmoid"}}, "moe scoring is sigmoid, the kernel takes softmax"),
         ({"moe": {"choice_bias": True}}, "moe choice_bias is True, the kernel takes False"),

@@ -47,6 +47,20 @@ constexpr bool sections_fit() {
   return end <= m::blob_bytes;
 }
 static_assert(sections_fit());
+// The schedule that mkpack/schedule proved, against the kernels that follow it.
+static_assert(m::scheduled_grid == kGrid, "model.h was made for another grid: give cuda_header() this one");
+static_assert(m::owned_units == kOwnedUnits && m::owners == kOwners && m::qkv_units == kQkvUnits &&
+              m::head_units == kHeadUnits && m::pair_units == kPairUnits && m::pair_tile_bytes == kPairTileBytes &&
+              m::down_tile_bytes == kDownTileBytes && m::max_splits == kMaxSplits && m::threads == kThreads);
+static_assert(m::step_tokens == kStepTokens && m::slot_bytes == kSlotBytes && m::pair_groups == kPairGroups &&
+              m::down_pack == kDownPack && m::down_copies == kDownCopies);
+static_assert(m::step_shared_bytes == sizeof(StepShared), "Shape.step_machine() lists other members");
+static_assert(m::fast_decode == kFastDecode, "Shape.fast_decode admits other models");
+static_assert(!kFastDecode || m::decode_shared_bytes == sizeof(DecodeShared), "Shape.decode_machine() lists other members");
+static_assert(m::x_mid_at == kXMid && m::x_out_at == kXOut && m::x_attention_at == kXAttention &&
+              m::x_experts_at == kXExperts && m::x_logits_at == kXLogits && m::x_qkv_at == kXQkv &&
+              m::x_partial_at == kXPartial && m::x_best_at == kXBest && m::x_token_at == kXToken &&
+              m::exchange_words == kExchangeWords);
 static_assert(sizeof m::inv_freq == kRotary / 2 * sizeof(float) && m::context <= kMaxContext);
 
 }  // namespace mk
@@ -105,7 +119,8 @@ static bool is_stop(const mk_request& r, int32_t token) {
 
 // Read by the build for its report: the shared memory that the kernels are launched with.
 #ifndef __CUDA_ARCH__
-__attribute__((section(".mkpack.shared"), used)) static const uint32_t launch_shared = sizeof(StepShared);
+__attribute__((section(".mkpack.shared"), used)) static const uint32_t launch_shared[] = {
+    sizeof(StepShared), kFastDecode ? sizeof(DecodeShared) : 0};
 #endif
 
 #define MK_EXPORT extern "C" __attribute__((visibility("default")))
@@ -233,7 +248,10 @@ MK_EXPORT int32_t mk_generate(mk_model* model, const int32_t* prompt, int32_t nu
   return code;
 }
 
-MK_EXPORT void mk_cancel(mk_model* model) { model->cancelled.store(true); }
+MK_EXPORT void mk_cancel(mk_model* model) {
+  model->cancelled.store(true);
+  model->mail->cancel = 1;
+}
 
 MK_EXPORT int32_t mk_read_bandwidth(mk_model* model, double* bytes_per_second) {
   return guarded(model, [&] {

@@ -1,4 +1,4 @@
-"""Bytes that a step must read: the bound that every speed is printed beside is bytes_per_step() over the machine's read
+"""Bytes that a step must read: the bound that every speed is printed beside is their time at the machine's read
 bandwidth."""
 
 from __future__ import annotations
@@ -6,11 +6,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from mkpack.errors import UserError
 from mkpack.schedule.cpu import phases
 from mkpack.schedule.ir import Phase
 
 if TYPE_CHECKING:
-    from mkpack.manifest import LayoutName, Section
+    from mkpack.manifest import LayoutName, Manifest, Section
     from mkpack.spec import ModelSpec
 
 KV_BYTES: dict[LayoutName, int] = {"cpu": 4, "cuda": 2}  # CPUs keep keys and values in float32, GPUs in bfloat16
@@ -40,8 +41,22 @@ def phase_bytes(
         assert spec.moe is not None
         if experts is None:
             experts = distinct_experts(spec.moe.num_experts, spec.moe.top_k, tokens)
-        return phase.nbytes * experts / spec.moe.num_experts
+        routed = phase.routed_nbytes
+        return phase.nbytes - routed + routed * experts / spec.moe.num_experts
     return phase.nbytes
+
+
+def step_bytes(
+    spec: ModelSpec,
+    found: Iterable[Phase],
+    tokens: int = 1,
+    position: int = 0,
+    kv_bytes: int = KV_BYTES["cpu"],
+    experts: float | None = None,
+) -> float:
+    """Bytes a step of these phases must read: weights once, and the keys and values of `position` tokens, kv_bytes an
+    element. experts: as phase_bytes() takes them, of every layer."""
+    return sum(phase_bytes(spec, p, tokens, position, kv_bytes, experts) for p in found)
 
 
 def bytes_per_step(
@@ -53,6 +68,21 @@ def bytes_per_step(
     kv_bytes: int = KV_BYTES["cpu"],
     experts: float | None = None,
 ) -> float:
-    """Bytes a step must read, all ranks together: weights once, and the keys and values of `position` tokens, kv_bytes
-    an element. experts: as phase_bytes() takes them, of every layer."""
-    return sum(phase_bytes(spec, p, tokens, position, kv_bytes, experts) for p in phases(spec, sections, tp))
+    """step_bytes() of the CPU target, all ranks together."""
+    return step_bytes(spec, phases(spec, sections, tp), tokens, position, kv_bytes, experts)
+
+
+def phases_of(m: Manifest, layout: LayoutName) -> list[Phase]:
+    """The phases of a step of an artifact on what reads this layout, for their bytes. UserError for a model that this
+    version of mkpack lays out otherwise."""
+    if layout == "cpu":
+        from mkpack.layout import counted_sections
+
+        return phases(m.spec, counted_sections(m), m.tp)
+    from mkpack.layout_cuda import cuda_layout_of
+    from mkpack.schedule.cuda import cuda_phases
+
+    found = cuda_layout_of(m)
+    if found is None or found.sections != m.sections.get("cuda", found.sections):
+        raise UserError("this model is laid out as no version of mkpack known here does it; build the artifact again")
+    return cuda_phases(found)

@@ -7,12 +7,13 @@ came before that; nothing else is assumed.
 from __future__ import annotations
 
 import itertools
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from mkpack.errors import InternalError
-from mkpack.schedule.ir import Buffer, Phase, Schedule, Use
+from mkpack.schedule import exchange, streams
+from mkpack.schedule.ir import Buffer, Feed, Phase, Schedule, Use
 
 
 def check(schedule: Schedule) -> None:
@@ -20,15 +21,21 @@ def check(schedule: Schedule) -> None:
     if problems := validate(schedule):
         more = [f"and {len(problems) - 8} more"] if len(problems) > 8 else []
         shown = "\n  - ".join(problems[:8] + more)
-        raise InternalError(f"the schedule for {schedule.target} is wrong, nothing was compiled:\n  - {shown}")
+        what = f"{schedule.target}, {schedule.kernel}" if schedule.kernel else schedule.target
+        raise InternalError(f"the schedule for {what} is wrong, nothing was compiled:\n  - {shown}")
 
 
 def validate(schedule: Schedule) -> list[str]:
     """Everything that is wrong, each in a line that names phase, buffer or section; empty when the schedule holds."""
     problems = [*_names(schedule)]
     if not problems:
-        problems = [*_sections(schedule), *_uses(schedule), *_waits(schedule)]
-        for logits in itertools.product((True, False), repeat=2):
+        if schedule.machine:
+            problems = [*streams.problems(schedule, schedule.machine), *exchange.problems(schedule, schedule.machine)]
+        else:
+            problems = [*_sections(schedule)]
+        problems += [*_uses(schedule), *_waits(schedule)]
+        optional = any(p.optional for p in schedule.phases)
+        for logits in itertools.product((True, False) if optional else (True,), repeat=2):
             problems += _Run(schedule, logits).problems()
     return list(dict.fromkeys(problems))
 
@@ -44,6 +51,9 @@ def _names(schedule: Schedule) -> Iterator[str]:
         for name in dict.fromkeys(u.buffer for u in (*p.reads, *p.writes, *p.updates)):
             if name not in buffers:
                 yield f"{p.key} uses {name}, which is no buffer"
+        for name in dict.fromkeys([*(put.buffer for put in p.puts), *(take.buffer for take in p.takes)]):
+            if name not in buffers:
+                yield f"{p.key} exchanges {name}, which is no buffer"
         for name in (*p.sections, *p.gathers):
             if name not in sections:
                 yield f"{p.key} reads section {name}, which the blob does not have"
@@ -129,9 +139,11 @@ class _Run:
     def __init__(self, schedule: Schedule, logits: tuple[bool, ...]):
         self.buffers = {b.name: b for b in schedule.buffers}
         self.phases = [(s, p) for s, all_ in enumerate(logits) for p in schedule.phases if all_ or not p.optional]
-        self.state = {name: _State() for name in self.buffers}
+        self.state: dict[tuple[str, int | None], _State] = defaultdict(_State)
         self.over = -1  # every phase up to here is complete, on all workers
-        self.flows: set[int] = set()  # phases whose data an item of this one has complete, by last arriver
+        self.flows: set[int] = set()  # phases whose data an item of this one has complete, by last arriver or words
+        self.asked: dict[str, int] = {}  # of a ring: what was over when its next pages could be asked for
+        self.gates = {(f.after, f.ring) for _, p in self.phases for f in p.feeds if f.after is not None}
 
     def problems(self) -> Iterator[str]:
         latest: dict[str, int] = {}
@@ -140,8 +152,14 @@ class _Run:
             for w in p.waits:
                 if w.phase in latest and w.by == "barrier":
                     self.over = max(self.over, latest[w.phase])
-                elif w.phase in latest and w.by == "last arriver":
+                elif w.phase in latest:
                     self.flows.add(latest[w.phase])
+            for f in p.feeds:
+                if f.section in self.buffers:
+                    yield from self._ahead(i, p, f)
+            for after, ring in self.gates:
+                if after == p.key:
+                    self.asked[ring] = self.over
             written = {u.buffer for u in p.writes}
             # A private buffer in both is filled first, and then read by the same worker.
             for u in (*p.reads, *p.updates):
@@ -150,30 +168,41 @@ class _Run:
             for u in (*p.writes, *p.updates):
                 yield from self._write(i, p, u)
             for u in p.reads:
-                self.state[u.buffer].readers.append(i)
+                self._of(u.buffer, p).readers.append(i)
             latest[p.key] = i
 
+    def _of(self, name: str, p: Phase) -> _State:
+        return self.state[name, p.layer if self.buffers[name].per_layer else None]
+
+    def _ahead(self, i: int, p: Phase, feed: Feed) -> Iterator[str]:
+        """What a ring reads of a buffer must be there when the ring may ask for it, which is ahead of the phase."""
+        writer = self._of(feed.section, p).writer
+        if writer is not None and writer > self.asked.get(feed.ring, -1):
+            yield f"{p.key} has pages of {feed.section} asked for while {self._name(writer, i)} may still write there"
+
     def _read(self, i: int, p: Phase, use: Use) -> Iterator[str]:
-        buffer, state = self.buffers[use.buffer], self.state[use.buffer]
+        buffer, state = self.buffers[use.buffer], self._of(use.buffer, p)
         if state.writer is None or not self._alive(buffer, state.writer, i):
             if buffer.lifetime != "model":
                 yield f"{p.key} reads {use.buffer}, which no phase before it in this {buffer.lifetime} writes"
             return
         writer = self.phases[state.writer][1].key
-        if buffer.scope != "private" and not (self._done(state.writer, i) or state.writer in self.flows):
+        # Of ordered memory exchange.py tells when it is there.
+        alone = buffer.scope in ("private", "ordered")
+        if not alone and not (self._done(state.writer, i) or state.writer in self.flows):
             yield f"{p.key} reads {use.buffer}, but does not wait for {writer}, which writes it"
         if buffer.lifetime != "model" and use.elements > state.elements:
             yield f"{p.key} reads {use.elements} elements of {use.buffer}, of which {writer} writes {state.elements}"
 
     def _write(self, i: int, p: Phase, use: Use) -> Iterator[str]:
-        state = self.state[use.buffer]
-        if self.buffers[use.buffer].scope != "private":
+        state = self._of(use.buffer, p)
+        if self.buffers[use.buffer].scope in ("shared", "published"):
             for other in state.readers:
                 if not self._done(other, i):
                     yield f"{p.key} writes {use.buffer} while {self._name(other, i)} may still read it"
             if state.writer is not None and not self._done(state.writer, i):
                 yield f"{p.key} writes {use.buffer} while {self._name(state.writer, i)} may still write it"
-        self.state[use.buffer] = _State(i, use.elements)
+        state.writer, state.elements, state.readers = i, use.elements, []
 
     def _alive(self, buffer: Buffer, writer: int, reader: int) -> bool:
         (step, p), (step_now, now) = self.phases[writer], self.phases[reader]

@@ -50,6 +50,35 @@ constexpr uint64_t dense_scale_layer_floats = 0;
 constexpr uint64_t router_bytes = 524288;
 constexpr uint64_t norm_layer_floats = 4352;
 constexpr uint64_t blob_bytes = 19390160896;
+// What the schedule was proven with.
+constexpr uint64_t scheduled_grid = 132;
+constexpr uint64_t owned_units = 1;
+constexpr uint64_t owners = 128;
+constexpr uint64_t qkv_units = 640;
+constexpr uint64_t head_units = 18992;
+constexpr uint64_t pair_units = 96;
+constexpr uint64_t pair_tile_bytes = 18432;
+constexpr uint64_t down_tile_bytes = 6912;
+constexpr uint64_t max_splits = 32;
+constexpr uint64_t threads = 640;
+constexpr uint64_t step_tokens = 16;
+constexpr uint64_t slot_bytes = 18432;
+constexpr uint64_t pair_groups = 4;
+constexpr uint64_t down_pack = 2;
+constexpr uint64_t down_copies = 2;
+constexpr uint64_t step_shared_bytes = 229504;
+constexpr uint64_t decode_shared_bytes = 229248;
+constexpr uint64_t x_mid_at = 0;
+constexpr uint64_t x_out_at = 8192;
+constexpr uint64_t x_attention_at = 16384;
+constexpr uint64_t x_experts_at = 24576;
+constexpr uint64_t x_logits_at = 36864;
+constexpr uint64_t x_qkv_at = 37888;
+constexpr uint64_t x_partial_at = 43008;
+constexpr uint64_t x_best_at = 176128;
+constexpr uint64_t x_token_at = 176392;
+constexpr uint64_t exchange_words = 352800;
+constexpr bool fast_decode = true;
 // Floats into a layer's part of the norms.
 constexpr int attn_norm_at = 0;
 constexpr int mlp_norm_at = 2048;
@@ -140,3 +169,26 @@ static_assert(std::is_same<decltype(mk_result::prefill_s), double>::value,
 static_assert(offsetof(mk_result, decode_s) == 24, "offset of mk_result.decode_s differs from mkpack/abi.py");
 static_assert(std::is_same<decltype(mk_result::decode_s), double>::value,
               "type of mk_result.decode_s differs from mkpack/abi.py");
+static_assert(sizeof(mk_timing) == 16, "size of mk_timing differs from mkpack/abi.py");
+static_assert(offsetof(mk_timing, step_s) == 0, "offset of mk_timing.step_s differs from mkpack/abi.py");
+static_assert(std::is_same<decltype(mk_timing::step_s), double>::value,
+              "type of mk_timing.step_s differs from mkpack/abi.py");
+static_assert(offsetof(mk_timing, experts) == 8, "offset of mk_timing.experts differs from mkpack/abi.py");
+static_assert(std::is_same<decltype(mk_timing::experts), double>::value,
+              "type of mk_timing.experts differs from mkpack/abi.py");
+static_assert(sizeof(mk_trace_shape) == 24, "size of mk_trace_shape differs from mkpack/abi.py");
+static_assert(offsetof(mk_trace_shape, layers) == 0, "offset of mk_trace_shape.layers differs from mkpack/abi.py");
+static_assert(std::is_same<decltype(mk_trace_shape::layers), int32_t>::value,
+              "type of mk_trace_shape.layers differs from mkpack/abi.py");
+static_assert(offsetof(mk_trace_shape, rows) == 4, "offset of mk_trace_shape.rows differs from mkpack/abi.py");
+static_assert(std::is_same<decltype(mk_trace_shape::rows), int32_t>::value,
+              "type of mk_trace_shape.rows differs from mkpack/abi.py");
+static_assert(offsetof(mk_trace_shape, sms) == 8, "offset of mk_trace_shape.sms differs from mkpack/abi.py");
+static_assert(std::is_same<decltype(mk_trace_shape::sms), int32_t>::value,
+              "type of mk_trace_shape.sms differs from mkpack/abi.py");
+static_assert(offsetof(mk_trace_shape, pad) == 12, "offset of mk_trace_shape.pad differs from mkpack/abi.py");
+static_assert(std::is_same<decltype(mk_trace_shape::pad), int32_t>::value,
+              "type of mk_trace_shape.pad differs from mkpack/abi.py");
+static_assert(offsetof(mk_trace_shape, names) == 16, "offset of mk_trace_shape.names differs from mkpack/abi.py");
+static_assert(std::is_same<decltype(mk_trace_shape::names), const char*>::value,
+              "type of mk_trace_shape.names differs from mkpack/abi.py");
