@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
-from mkpack import platform, schedule
+from mkpack import platform, schedule, trace
 from mkpack.errors import UserError
 from mkpack.generation import spread
+from mkpack.trace import Summary
 from mkpack.layout import counted_sections
 
 if TYPE_CHECKING:
@@ -102,6 +103,7 @@ class GpuResult:
     check: str
     generation: Generated
     points: tuple[GpuPoint, ...]
+    phases: Summary | None = None  # of steps of one token at the first context, from a build with --trace
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2)
@@ -173,7 +175,8 @@ class GpuResult:
                 "Random weights put experts close together, so that a rounding may choose another one: an error above",
                 "that is then no sign of a fault.",
             ]
-        return ["\n".join(head), decode, "", steps, "", "\n".join(notes)]
+        phases = [f"phases, at context {self.points[0].context}: {self.phases.render()}", ""] if self.phases else []
+        return ["\n".join(head), decode, "", steps, "", *phases, "\n".join(notes)]
 
 
 def _table(title: str, columns: str) -> Table:
@@ -225,6 +228,8 @@ def run(
     bench = _Bench(model)
     generation = bench.generation(prompt_tokens, new_tokens)
     points = [bench.point(context) for context in chosen]
+    traced = model.manifest.kernels[model.target].traced
+    phases = trace.summarise(trace.record(model, trace.STEPS, 1, chosen[0])) if traced else None
     # Bounds are those of the best bandwidth seen, and so come last.
     generation = replace(generation, decode_bound_ms=bench.bound_ms(generation.decode_mb))
     points = [_bounded(bench, point) for point in points]
@@ -241,6 +246,7 @@ def run(
         check=_verdict(generation, points),
         generation=generation,
         points=tuple(points),
+        phases=phases,
     )
 
 
