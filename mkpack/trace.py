@@ -219,28 +219,34 @@ def _largest(trace: Trace, bubble: np.ndarray) -> Iterator[Bubble]:
 def to_chrome(trace: Trace) -> str:
     """The trace in the format of chrome://tracing, which Perfetto reads: an SM is a process, a role in it a thread. A
     slice lasts from a phase's input to its results; the wait before it is a slice of its own, and so is publishing."""
-    events = list(_tracks(trace))
+    tracks = [json.dumps(track) for track in _tracks(trace)]
+    head = json.dumps({"displayTimeUnit": "ns", "otherData": {"title": trace.title}})
+    events = ",\n".join([*tracks, *_slices(trace)])
+    return f'{head[:-1]}, "traceEvents": [\n{events}\n]}}\n'
+
+
+def _slices(trace: Trace) -> Iterator[str]:
+    """JSON text of each; there are hundreds of thousands."""
     stamps, begin, end = trace.stamps, trace.begin, trace.end
     start = int(begin[begin > 0].min()) if (begin > 0).any() else 0
+    found = (stamps.max(axis=-1) > 0).nonzero()
+    moments = zip(*(a[found].tolist() for a in (stamps[..., 0], begin, stamps[..., 2], end)), strict=True)
     last = stamps.shape[1] - 1
 
-    def slice(name: str, sm: int, role: int, since: int, until: int, step: int, layer: int) -> dict[str, Any]:
-        args = {"step": step} if layer == last else {"step": step, "layer": layer}
-        at, took = (since - start) / 1e3, (until - since) / 1e3
-        return {"name": name, "ph": "X", "pid": sm, "tid": role, "ts": at, "dur": took, "args": args}
+    def slice(name: str, since: int, until: int) -> str:
+        return f'{{"name": "{name}", {where}, "ts": {(since - start) / 1e3}, "dur": {(until - since) / 1e3}}}'
 
-    for step, layer, row, sm in zip(*(stamps.max(axis=-1) > 0).nonzero(), strict=True):
+    for (step, layer, row, sm), times in zip(zip(*(a.tolist() for a in found), strict=True), moments, strict=True):
         role, _, name = trace.names[row].partition(" ")
-        entered, _, done, _ = (int(t) for t in stamps[step, layer, row, sm])
-        since, until = int(begin[step, layer, row, sm]), int(end[step, layer, row, sm])
-        where = (int(sm), ROLES.index(role))
+        entered, since, done, until = times
+        args = f'"step": {step}' + (f', "layer": {layer}' if layer < last else "")
+        where = f'"ph": "X", "pid": {sm}, "tid": {ROLES.index(role)}, "args": {{{args}}}'
         if since > entered > 0:
-            events.append(slice(f"wait for {name}", *where, entered, since, int(step), int(layer)))
+            yield slice(f"wait for {name}", entered, since)
         if since > 0:
-            events.append(slice(name, *where, since, until, int(step), int(layer)))
+            yield slice(name, since, until)
         if until > done > since > 0:
-            events.append(slice("publish", *where, done, until, int(step), int(layer)))
-    return json.dumps({"displayTimeUnit": "ns", "otherData": {"title": trace.title}, "traceEvents": events})
+            yield slice("publish", done, until)
 
 
 def _tracks(trace: Trace) -> Iterator[dict[str, Any]]:

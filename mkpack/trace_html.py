@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from html import escape
 from typing import TYPE_CHECKING
@@ -11,13 +12,13 @@ from mkpack.trace import ROLES, Summary, Trace
 if TYPE_CHECKING:
     import numpy as np
 
-WIDTH, LEFT = 1400, 150  # of a picture, and of the names in it, in pixels
+LEFT, STEP_WIDTH, LAYER_WIDTH = 190, 3600, 1400  # in pixels: names at the left of a picture; the pictures
 COLOURS = "#4269d0 #efb118 #ff725c #6cc5b0 #3ca951 #ff8ab7 #a463f2 #97bbf5 #9c6b4e #9498a0 #7d4e00".split()
 STYLE = """
 body { font: 14px system-ui, sans-serif; margin: 2em auto; max-width: 1450px; color: #222; background: #fff }
 table { border-collapse: collapse; margin: .5em 0 1.5em } td, th { padding: .15em .9em; text-align: right }
 th { border-bottom: 1px solid #999 } td:first-child, th:first-child { text-align: left }
-svg { display: block; margin: .5em 0 1.5em } text { font: 11px system-ui, sans-serif; fill: #222 }
+div { overflow-x: auto; margin: .5em 0 1.5em } text { font: 11px system-ui, sans-serif; fill: #222 }
 i { display: inline-block; width: .8em; height: .8em; margin-right: .4em }
 """.strip()
 
@@ -87,11 +88,11 @@ def _swatch(trace: Trace, name: str) -> str:
 class _Axis:
     """Nanoseconds to pixels."""
 
-    def __init__(self, since: int, until: int) -> None:
-        self.since, self.span = since, max(until - since, 1)
+    def __init__(self, since: int, until: int, width: int) -> None:
+        self.since, self.span, self.width = since, max(until - since, 1), width
 
     def x(self, at: float) -> float:
-        return LEFT + (at - self.since) / self.span * (WIDTH - LEFT)
+        return LEFT + (at - self.since) / self.span * (self.width - LEFT)
 
     def bar(self, since: float, until: float, y: float, height: float, fill: str) -> str:
         x = self.x(since)
@@ -99,20 +100,23 @@ class _Axis:
         return f'<rect x="{x:.1f}" y="{y:g}" width="{width:.1f}" height="{height:g}" fill="{fill}"/>'
 
     def ticks(self, height: float) -> Iterator[str]:
-        for i in range(11):
-            at = self.since + self.span * i / 10
-            yield f'<line x1="{self.x(at):.1f}" x2="{self.x(at):.1f}" y1="14" y2="{height:g}" stroke="#ddd"/>'
-            yield f'<text x="{self.x(at):.1f}" y="11" text-anchor="middle">{self.span * i / 1e4:.4g} us</text>'
+        apart = self.span * 100 / (self.width - LEFT)  # 100 pixels, then the next 1, 2 or 5 times a power of ten
+        ten = 10 ** math.floor(math.log10(apart))
+        apart = next(n * ten for n in (1, 2, 5, 10) if n * ten >= apart)
+        for i in range(int(self.span / apart) + 1):
+            x = self.x(self.since + i * apart)
+            yield f'<line x1="{x:.1f}" x2="{x:.1f}" y1="14" y2="{height:g}" stroke="#ddd"/>'
+            yield f'<text x="{x:.1f}" y="11" text-anchor="middle">{i * apart / 1e3:g} us</text>'
 
 
-def _svg(height: float, parts: Iterator[str]) -> Iterator[str]:
-    yield f'<svg viewBox="0 0 {WIDTH + 30} {height:g}" width="{WIDTH + 30}" height="{height:g}">'
+def _svg(width: int, height: float, parts: Iterator[str]) -> Iterator[str]:
+    yield f'<div><svg width="{width + 30}" height="{height:g}">'
     yield from parts
-    yield "</svg>"
+    yield "</svg></div>"
 
 
-def _span(begin: np.ndarray, end: np.ndarray) -> _Axis:
-    return _Axis(int(begin[begin > 0].min(initial=1 << 62)), int(end.max(initial=0)))
+def _span(begin: np.ndarray, end: np.ndarray, width: int) -> _Axis:
+    return _Axis(int(begin[begin > 0].min(initial=1 << 62)), int(end.max(initial=0)), width)
 
 
 def _rows(trace: Trace) -> list[int]:
@@ -128,7 +132,7 @@ def _step(trace: Trace) -> Iterator[str]:
     import numpy as np
 
     begin, end, rows = trace.begin[-1], trace.end[-1], _rows(trace)
-    axis = _span(begin[:, trace.phases], end[:, trace.phases])
+    axis = _span(begin[:, trace.phases], end[:, trace.phases], STEP_WIDTH)
     height = 20 + 18 * len(rows)
 
     def parts() -> Iterator[str]:
@@ -147,7 +151,7 @@ def _step(trace: Trace) -> Iterator[str]:
                     yield light.replace("/>", ' opacity="0.3"/>')
                     yield axis.bar(np.median(since), max(np.median(until), axis.since), y + 3, 9, colour)
 
-    return _svg(height, parts())
+    return _svg(STEP_WIDTH, height, parts())
 
 
 def _layer(trace: Trace) -> Iterator[str]:
@@ -155,7 +159,7 @@ def _layer(trace: Trace) -> Iterator[str]:
     layer = (trace.stamps.shape[1] - 1) // 2
     begin, end, entered = trace.begin[-1, layer], trace.end[-1, layer], trace.entered[-1, layer]
     phases = [row for row in trace.phases if (begin[row] > 0).any()]
-    axis, sms = _span(begin[phases], end[phases]), begin.shape[-1]
+    axis, sms = _span(entered[phases], end[phases], LAYER_WIDTH), begin.shape[-1]
     height = 20 + 4 * sms
 
     def parts() -> Iterator[str]:
@@ -175,4 +179,4 @@ def _layer(trace: Trace) -> Iterator[str]:
     names = (trace.names[row].partition(" ")[2] for row in phases)
     yield "<p>" + " &nbsp; ".join(_swatch(trace, name) for name in names)
     yield ". A thin line: entered, and waiting for its input. White: waiting for the others.</p>"
-    yield from _svg(height, parts())
+    yield from _svg(LAYER_WIDTH, height, parts())

@@ -3,16 +3,19 @@ kernel says. The way is the user's: recipe, build, load, generate."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import builds
 import emulator
 import families
+import numpy as np
 import pytest
 
 from mkpack import bench, bench_gpu, card, layout_cuda, platform, session
 from mkpack import build as builder
 from mkpack import compile as compiling
+from mkpack import trace as tracing
 from mkpack.artifact import extract
 from mkpack.compile import CUDA_TARGETS, Kernel, Unit
 from mkpack.errors import UserError
@@ -21,12 +24,13 @@ from mkpack.platform import CudaDevice, CudaDriver
 
 BLOCKS = 4  # an emulated GPU is slow, and any number of blocks computes the same
 SHAPE = {"hidden_size": 64, "head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+CPU = platform.resolve_target("native")
 PROMPT = [7, 3, 250, 11, 90]
 
 
 @pytest.fixture(scope="module")
-def artifact(tmp_path_factory):
-    """An artifact for this machine's CPU and the emulated GPU, which the loader finds."""
+def recipe(tmp_path_factory):
+    """Of an artifact for this machine's CPU and the emulated GPU, which the loader finds."""
     folder = tmp_path_factory.mktemp("emulated")
     compile_cpu = compiling.compile_kernels
 
@@ -47,7 +51,17 @@ def artifact(tmp_path_factory):
         patch.setattr(platform, "cuda_driver", lambda: gpu)
         checkpoint = families.make_checkpoint(folder / "checkpoint", "qwen3_moe", **SHAPE)
         keys = {"targets": ["native", "sm_90a"], "quantise": {"attention": "fp8"}, "limits": {"context": 48}}
-        yield builder.build(builds.write_recipe(folder / "recipe.yaml", checkpoint, **keys), output=folder)
+        yield builds.write_recipe(folder / "recipe.yaml", checkpoint, **keys)
+
+
+@pytest.fixture(scope="module")
+def artifact(recipe):
+    return builder.build(recipe, output=recipe.parent)
+
+
+@pytest.fixture(scope="module")
+def traced(recipe):
+    return builder.build(recipe, output=recipe.parent / "traced.mkpack", trace=True)
 
 
 def test_both_kernels_give_the_same_tokens(artifact):
@@ -89,10 +103,10 @@ def test_bench_measures_steps_of_all_sizes(artifact, monkeypatch):
         for point in result.points:
             assert point.repeats and all(s.repeats for s in point.steps) and point.decode_bound_ms > 0
             assert point.gap < 2e-2 and max(s.error for s in point.steps) < 2e-2
-            assert point.decode_mb * 1e6 == model.bytes_per_step(1, point.context + 2)
+            assert point.decode_mb * 1e6 == pytest.approx(model.bytes_per_step(1, point.context + 2))
             for step in point.steps:
                 assert spec.moe.top_k <= step.experts <= min(spec.moe.num_experts, step.tokens * spec.moe.top_k)
-                assert step.mb * 1e6 == model.bytes_per_step(step.tokens, point.context, step.experts)
+                assert step.mb * 1e6 == pytest.approx(model.bytes_per_step(step.tokens, point.context, step.experts))
             assert point.steps[0].experts == spec.moe.top_k and point.steps[0].error == 0
     text = result.render()
     assert "runs repeated: equal bits; steps of all sizes and generations agree to " in text and "within 0.02" in text
@@ -109,3 +123,50 @@ def test_bench_refuses_what_does_not_fit(artifact):
         bench.run(artifact, target="cpu", new_tokens=10)
     with load(artifact, target="cpu") as model, pytest.raises(UserError, match="this kernel times no single step"):
         model.time_step([1])
+    with (
+        load(artifact) as model,
+        pytest.raises(UserError, match="this kernel keeps no times; build the artifact again"),
+    ):
+        model.trace([1], 1)
+
+
+def test_a_trace_of_a_few_steps(traced, tmp_path):
+    with load(traced) as model:
+        assert model.manifest.kernels["sm_90a"].traced and not model.manifest.kernels[CPU].traced
+        generated = builds.generated(model, PROMPT, 3)
+        found = tracing.record(model, 3, 1, 5)
+        assert model.length == 5 and builds.generated(model, PROMPT, 3) == generated
+    steps, begin, end = found.stamps.shape[0], found.begin, found.end
+    assert found.stamps.shape == (3, 3, len(found.names), BLOCKS, 4)
+    named = {name: i for i, name in enumerate(found.names)}
+    first, last = named["consumers embed"], named["consumers token"]
+    assert all((begin[i, 0, first] > 0).all() and (end[i, -1, last] > 0).all() for i in range(steps))
+    # Every SM goes through the phases in their order, and the steps follow each other.
+    phases = np.concatenate([begin[:, 0, : named["consumers qkv"]], begin[:, 0, named["consumers qkv"] : first + 9]], 1)
+    assert (np.diff(phases, axis=1) > 0).all()
+    assert (begin[1:, 0, first] > end[:-1, -1, last]).all()
+    assert (end[:, :-1, named["dense qkv"]] > 0).all() and (begin[:, -1, named["dense head"]] > 0).any()
+    text = tracing.run(traced, tmp_path / "t.json", steps=2, tokens=3, context=4)
+    assert "2 steps of 3 tokens at context 4" in text and (tmp_path / "t.html").read_text().startswith("<!DOCTYPE")
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    assert {e["pid"] for e in events} == set(range(BLOCKS))
+    with pytest.raises(UserError, match="context 46: expected at most 44"):
+        tracing.run(traced, tmp_path / "u.json", context=46)
+    with pytest.raises(UserError, match=r"ends in \.json"):
+        tracing.run(traced, tmp_path / "u.txt")
+    assert not list(tmp_path.glob("u.*"))
+
+
+def test_the_bench_of_a_traced_build_tells_its_phases(traced, monkeypatch):
+    for name, value in {"RUNS": 1, "STEP_RUNS": 1, "DECODE_TOKENS": 2, "ROOM": 16, "STEP_TOKENS": (1,)}.items():
+        monkeypatch.setattr(bench_gpu, name, value)
+    result = bench.run(traced, contexts=[5], prompt_tokens=3, new_tokens=2)
+    assert {p.name for p in result.phases.phases} >= {"qkv", "attention", "gate/up", "down"}
+    assert "phases, at context 5: a step takes " in result.render()
+
+
+def test_tracing_is_for_gpus(recipe, tmp_path):
+    alone = tmp_path / "cpu.yaml"
+    alone.write_text(recipe.read_text().replace("- sm_90a\n", "").replace(", sm_90a", ""))
+    with pytest.raises(UserError, match="--trace is for targets of GPUs"):
+        builder.build(alone, output=tmp_path, trace=True)
