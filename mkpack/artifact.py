@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -335,18 +335,23 @@ def _temporary(path: Path) -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}.tmp")
 
 
-def clean_temporaries(path: Path) -> list[Path]:
-    """Removes what killed processes left beside `path`, and returns it. Call it under build_lock(path)."""
+def abandoned(path: Path) -> list[Path]:
+    """What killed processes left beside `path`. Call it under build_lock(path)."""
     pattern = re.compile(rf"\.{re.escape(path.name)}\.([0-9]{{1,9}})\.(tmp|work)")
-    removed = []
     with os_errors(f"clean {path.parent}"):
-        for item in sorted(path.parent.iterdir()):
-            match = pattern.fullmatch(item.name)
-            if match and not _alive(int(match[1])):
-                # A compiler that outlives its killed build may still write there; then the next build removes it.
-                with contextlib.suppress(OSError):
-                    _remove(item)
-                    removed.append(item)
+        found = [(item, pattern.fullmatch(item.name)) for item in sorted(path.parent.iterdir())]
+    return [item for item, match in found if match and not _alive(int(match[1]))]
+
+
+def clean_temporaries(path: Path, keep: Collection[Path] = ()) -> list[Path]:
+    """Removes what killed processes left beside `path`, but `keep`, and returns it. Call it under build_lock(path)."""
+    removed = []
+    for item in abandoned(path):
+        # A compiler that outlives its killed build may still write there; then the next build removes it.
+        with contextlib.suppress(OSError):
+            if item not in keep:
+                _remove(item)
+                removed.append(item)
     return removed
 
 

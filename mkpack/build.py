@@ -19,9 +19,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mkpack import __version__, codegen, platform, provenance, quality, trust
+from mkpack import __version__, codegen, journal, platform, provenance, quality, trust
 from mkpack import compile as compiling
-from mkpack.artifact import Given, build_lock, clean_temporaries, open_artifact, write_artifact
+from mkpack.artifact import Given, abandoned, build_lock, clean_temporaries, open_artifact, write_artifact
 from mkpack.checkpoint import Checkpoint
 from mkpack.codegen_cuda import cuda_header
 from mkpack.compile import Kernel, Unit, compile_kernels
@@ -89,16 +89,20 @@ def build(
         say(f"note      {note}")
     producer = provenance.producer(compiler, platform.nvcc() if "cuda" in todo.layouts else None)
     with build_lock(path, lambda: say(f"waiting   for another build of {path}")), os_errors(f"build {path}"):
-        clean_temporaries(path)
+        unfinished = [work for work in abandoned(path) if journal.key_of(work)]
+        clean_temporaries(path, keep=unfinished)
         if force or not path.exists():
-            _check_disk(todo, path, keep_work)  # hashing the source may take long
+            _check_disk(todo, path, keep_work, unfinished)  # hashing the source may take long
         digests = checkpoint.digests(expected=todo.sha256)
         key = _build_key(todo, digests, producer, trace)
+        mine = next((work for work in unfinished if journal.key_of(work) == key), None)
+        clean_temporaries(path, keep=[mine] if mine else [])
         if not force and _is_current(path, key):
+            clean_temporaries(path)
             say(f"current   {path} is up to date")
             return path
-        _check_disk(todo, path, keep_work)
-        with _work_folder(path, keep_work) as work:
+        _check_disk(todo, path, keep_work, [mine] if mine else [])
+        with _work_folder(path, keep_work, mine) as work:
             limits = Limits(**todo.recipe.limits.model_dump())
             units = [Unit(t, t, _header(todo, limits, t, trace)) for t in todo.targets]
             if todo.quality:
@@ -107,8 +111,7 @@ def build(
             with ThreadPoolExecutor(1) as pool:
                 # The compiler works beside the quantiser; both are done before anything is measured.
                 kernels = pool.submit(compile_kernels, units, work)
-                blobs, report = pack(todo, checkpoint, work, kernels, console)
-                say(f"packed    {todo.artifact_bytes / 1e6:.1f} MB of weights in {time.monotonic() - start:.1f} s")
+                blobs, report = pack(todo, checkpoint, work, key, kernels, console)
                 compiled = kernels.result()
             for target in todo.targets:
                 say(f"compiled  {target} with {compiled[target].compiler}")
@@ -254,9 +257,11 @@ def _is_current(path: Path, key: str) -> bool:
         return False  # damaged or of another version: it is replaced
 
 
-def _check_disk(todo: Plan, path: Path, keep_work: bool) -> None:
+def _check_disk(todo: Plan, path: Path, keep_work: bool, unfinished: Iterable[Path]) -> None:
+    """unfinished: work folders of killed builds, whose place this one takes over or frees."""
     folder = path.absolute().parent
-    free, needed = platform.free_disk(folder), todo.disk_bytes
+    taken = sum(file.stat().st_blocks * 512 for work in unfinished for file in work.glob("*.bin"))
+    free, needed = platform.free_disk(folder) + taken, todo.disk_bytes
     if keep_work or not platform.can_punch_holes(folder):  # the blobs stay beside the artifact they are copied into
         needed += todo.artifact_bytes
     if free < needed:
@@ -267,11 +272,19 @@ def _check_disk(todo: Plan, path: Path, keep_work: bool) -> None:
 
 
 @contextlib.contextmanager
-def _work_folder(path: Path, keep: bool) -> Iterator[Path]:
-    """A folder beside the artifact: same disk, and named so that the next build removes it if this one is killed."""
+def _work_folder(path: Path, keep: bool, unfinished: Path | None) -> Iterator[Path]:
+    """A folder beside the artifact: same disk, and named so that the next build finds it if this one is killed.
+    unfinished: that of a killed build, which becomes this one's, with its journal and blobs and nothing else."""
     work = path.absolute().with_name(f".{path.name}.{os.getpid()}.work")
     shutil.rmtree(work, ignore_errors=True)
-    work.mkdir()
+    if unfinished:
+        unfinished.rename(work)
+        for item in work.iterdir():
+            if item.is_dir():  # of the compiler, which may have been killed half-way too
+                shutil.rmtree(item)
+            elif item.name != journal.NAME and item.suffix != ".bin":
+                item.unlink()
+    work.mkdir(exist_ok=True)
     try:
         yield work
     finally:

@@ -75,6 +75,11 @@ class BlobWriter:
         self.layout = layout
         self._files = [BlobFile(p, layout.nbytes, resume) for p in paths]
 
+    @property
+    def blobs(self) -> int:
+        """How many seals a put() gives."""
+        return len(self._files)
+
     def put(self, tensor: str, q: QTensor, fmt: Format) -> list[Seal]:
         """Stores `q` wherever the layout keeps `tensor` in format `fmt` (a tied embedding may have two formats).
         Returns a seal for every rank, of what it got."""

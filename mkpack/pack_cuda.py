@@ -186,6 +186,11 @@ class CudaBlobWriter:
         self._lock = threading.Lock()  # of _waiting
         self._file = BlobFile(path, layout.nbytes, resume)
 
+    @property
+    def blobs(self) -> int:
+        """How many seals a put() gives."""
+        return 1
+
     def put(self, tensor: str, q: QTensor, fmt: Format) -> list[Seal]:
         """Stores `q` where the layout keeps the canonical `tensor` in format `fmt`, which is q.format (a tied embedding
         may have two formats). Returns one seal, of what was written: of gate and up the second has the bytes of both.

@@ -6,20 +6,25 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import astuple
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mkpack import platform, quantize
+from mkpack.blobfile import Seal
 from mkpack.checkpoint import Checkpoint
 from mkpack.dummy import Dummy
+from mkpack.formats import QTensor
+from mkpack.journal import Journal
 from mkpack.layout import Layout
 from mkpack.manifest import LayoutName
 from mkpack.pack import BlobWriter
 from mkpack.pack_cuda import CudaBlobWriter
 from mkpack.plan import Plan, groups
-from mkpack.spec import TensorRole
+from mkpack.spec import Format, TensorRole
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,6 +33,7 @@ T = TypeVar("T")
 Blobs = dict[LayoutName, list[Path]]  # rank 0 first
 Writer = BlobWriter | CudaBlobWriter
 
+_PLAIN: Any = {"highlight": False, "markup": False, "soft_wrap": True}  # for text that is no markup
 REFERENCE = "reference"  # name of the blob, and of the kernel, of the bf16 model that the quality is measured against
 
 
@@ -35,50 +41,117 @@ def pack(
     todo: Plan,
     checkpoint: Checkpoint | Dummy,
     work: Path,
+    key: str,
     kernels: Future[Any],
     console: Console | None,
 ) -> tuple[Blobs, dict[str, Any]]:
     """Writes the blob of every layout and rank into `work`, and that of the quality's reference. Returns the blobs and
     the report: the error of every tensor, or that there is none because nothing was quantised.
 
-    kernels: what compiles meanwhile; when that fails, so does this, without the rest of the work.
+    key: the build key; what a build of the same key left in `work` is checked and taken over. kernels: what compiles
+    meanwhile; when that fails, so does this, without the rest of the work.
     """
     paths: Blobs = {name: [work / f"{name}-{r}.bin" for r in range(x.tp)] for name, x in todo.layouts.items()}
-    with contextlib.ExitStack() as open_blobs:
+    with contextlib.ExitStack() as stack:
+        journal = Journal(work, key)
+        stack.callback(journal.close)
+        resume = bool(journal.found)
         writers: list[Writer] = []
         for name, layout in todo.layouts.items():
             if isinstance(layout, Layout):
-                writers.append(open_blobs.enter_context(BlobWriter(layout, paths[name])))
+                writers.append(stack.enter_context(BlobWriter(layout, paths[name], resume)))
             else:
-                writers.append(open_blobs.enter_context(CudaBlobWriter(layout, paths[name][0])))
-        if isinstance(checkpoint, Dummy):
-            _each(functools.partial(_draw, todo, checkpoint, writers), todo, kernels, console)
-            return paths, {"weights": "random, drawn in the formats they are stored in; nothing was quantised"}
-        plain = None
+                writers.append(stack.enter_context(CudaBlobWriter(layout, paths[name][0], resume)))
         if todo.quality:
-            plain = open_blobs.enter_context(BlobWriter(todo.quality.reference, [work / f"{REFERENCE}.bin"]))
-        _import_libraries(todo)
-        one = functools.partial(_quantise, todo, checkpoint, writers, plain)
-        errors = dict(pair for found in _each(one, todo, kernels, console, _one_torch_thread) for pair in found)
+            writers.append(stack.enter_context(BlobWriter(todo.quality.reference, [work / f"{REFERENCE}.bin"], resume)))
+        done = _finished(todo, journal, writers, console)
+        put = functools.partial(_draw, todo, checkpoint) if isinstance(checkpoint, Dummy) else None
+        if put is None:
+            assert isinstance(checkpoint, Checkpoint)
+            _import_libraries(todo)
+            put = functools.partial(_quantise, todo, checkpoint)
+
+        def one(group: list[TensorRole]) -> dict[str, quantize.ErrorStats]:
+            seals: list[list[Seal]] = [[] for _ in writers]
+            errors = put(writers, seals, group)
+            journal.add(_name(group), seals, {name: astuple(error) for name, error in errors.items()})
+            return errors
+
+        initializer = None if isinstance(checkpoint, Dummy) else _one_torch_thread
+        start = time.monotonic()
+        found = _each(one, todo, done, kernels, console, initializer)
+    if console:
+        source = sum(todo.source_bytes(group) for group in groups(todo.roles) if _name(group) not in done)
+        seconds = time.monotonic() - start
+        console.print(
+            f"packed    {todo.artifact_bytes / 1e6:.1f} MB of weights, from {source / 1e9:.2f} GB of source in "
+            f"{seconds:.1f} s ({source / 1e6 / seconds:.0f} MB/s)",
+            **_PLAIN,
+        )
+    if isinstance(checkpoint, Dummy):
+        return paths, {"weights": "random, drawn in the formats they are stored in; nothing was quantised"}
+    return paths, _report({name: error for group in found for name, error in group.items()}, todo)
+
+
+def _report(errors: dict[str, quantize.ErrorStats], todo: Plan) -> dict[str, Any]:
     total = sum(errors.values(), quantize.ErrorStats())
-    tensors = {name: round(e.relative, 6) for name, e in errors.items()}
-    return paths, {"relative_error": round(total.relative, 6), "tensors": tensors}
+    algorithm = todo.recipe.quantise.algorithm
+    report: dict[str, Any] = {"relative_error": round(total.relative, 6), "algorithm": algorithm}
+    if algorithm != "max":
+        report["relative_error_of_max"] = round(total.relative_max, 6)
+    return {**report, "tensors": {name: round(e.relative, 6) for name, e in errors.items()}}
 
 
-def _draw(todo: Plan, dummy: Dummy, writers: list[Writer], group: list[TensorRole]) -> None:
+def _name(group: list[TensorRole]) -> str:
+    return group[0].group or group[0].name
+
+
+def _finished(
+    todo: Plan, journal: Journal, writers: list[Writer], console: Console | None
+) -> dict[str, dict[str, quantize.ErrorStats]]:
+    """Groups that an earlier build finished and whose bytes are all there, with their errors."""
+
+    def check(name: str) -> bool:
+        seals, _ = journal.found[name]
+        return len(seals) == len(writers) and all(
+            len(part) % writer.blobs == 0
+            and all(writer.holds(part[i : i + writer.blobs]) for i in range(0, len(part), writer.blobs))
+            for writer, part in zip(writers, seals, strict=True)
+        )
+
+    names = list(journal.found)
+    with ThreadPoolExecutor(platform.cores(), "mkpack-check") as pool:
+        held = [name for name, holds in zip(names, pool.map(check, names), strict=True) if holds]
+    if console and names:
+        total = len(list(groups(todo.roles)))
+        console.print(
+            f"resumed   a build that was stopped had packed {len(held)} of {total} groups of tensors", **_PLAIN
+        )
+
+    return {name: {k: quantize.ErrorStats(*v) for k, v in journal.found[name][1].items()} for name in held}
+
+
+def _put(writers: list[Writer], seals: list[list[Seal]], tensor: str, q: QTensor, fmt: Format) -> None:
+    for writer, found in zip(writers, seals, strict=True):
+        found += writer.put(tensor, q, fmt)
+
+
+def _draw(
+    todo: Plan, dummy: Dummy, writers: list[Writer], seals: list[list[Seal]], group: list[TensorRole]
+) -> dict[str, quantize.ErrorStats]:
     for role in group:
         for fmt in todo.formats(role):
-            q = dummy.draw(role, fmt)
-            for writer in writers:
-                writer.put(role.name, q, fmt)
+            _put(writers, seals, role.name, dummy.draw(role, fmt), fmt)
+    return {}
 
 
 def _quantise(
-    todo: Plan, checkpoint: Checkpoint, writers: list[Writer], plain: BlobWriter | None, group: list[TensorRole]
-) -> list[tuple[str, quantize.ErrorStats]]:
+    todo: Plan, checkpoint: Checkpoint, writers: list[Writer], seals: list[list[Seal]], group: list[TensorRole]
+) -> dict[str, quantize.ErrorStats]:
     read = [checkpoint.read(role.source, role.part) for role in group]
     shared = None
     errors: dict[str, quantize.ErrorStats] = {}
+    count = len(todo.layouts)  # the writer after them is that of the reference
     for role, tensor in zip(group, read, strict=True):
         for fmt in todo.formats(role):
             if fmt == "nvfp4" and len(group) > 1 and shared is None:
@@ -87,15 +160,14 @@ def _quantise(
             q, error = quantize.quantise_measured(
                 tensor, fmt, name=role.label, scale2=scale2, algorithm=todo.recipe.quantise.algorithm
             )
-            for writer in writers:
-                writer.put(role.name, q, fmt)
+            _put(writers[:count], seals[:count], role.name, q, fmt)
             if role.precision:
                 # The second format of a tied embedding is that of the head.
                 errors["lm_head" if role.name in errors else role.name] = error
-        if plain:
-            fmt = plain.layout.format_of(role)
-            plain.put(role.name, quantize.quantise(tensor, fmt, name=role.label), fmt)
-    return list(errors.items())
+        if todo.quality:
+            fmt = todo.quality.reference.format_of(role)
+            _put(writers[count:], seals[count:], role.name, quantize.quantise(tensor, fmt, name=role.label), fmt)
+    return errors
 
 
 def _import_libraries(todo: Plan) -> None:
@@ -115,27 +187,33 @@ def _one_torch_thread() -> None:
 def _each(
     work: Callable[[list[TensorRole]], T],
     todo: Plan,
+    done: Mapping[str, T],
     kernels: Future[Any],
     console: Console | None,
     initializer: Callable[[], None] | None = None,
 ) -> list[T]:
-    """work() of every group of tensors, several at a time; results in order. The first error ends it."""
+    """work() of every group of tensors, several at a time, but of those that are `done`; results in order. The first
+    error ends it."""
     chosen = list(groups(todo.roles))
     most, at_once = max(map(todo.group_bytes, chosen)), platform.cores()
     changed = threading.Condition()
     held, running, failed = 0, 0, False
+    with _progress(todo, chosen, done, console) as advance, contextlib.ExitStack() as stack:
 
-    def ended(future: Future[T], size: int) -> None:
-        nonlocal held, running, failed
-        with changed:
-            held, running = held - size, running - 1
-            failed |= not future.cancelled() and future.exception() is not None
-            changed.notify()
+        def ended(future: Future[T], group: list[TensorRole]) -> None:
+            nonlocal held, running, failed
+            with changed:
+                held, running = held - todo.group_bytes(group), running - 1
+                failed |= not future.cancelled() and future.exception() is not None
+                advance(group)
+                changed.notify()
 
-    futures: list[Future[T]] = []
-    pool = ThreadPoolExecutor(at_once, "mkpack-pack", initializer)
-    try:
-        for group in _progress(chosen, console):
+        futures: dict[str, Future[T]] = {}
+        pool = ThreadPoolExecutor(at_once, "mkpack-pack", initializer)
+        stack.callback(pool.shutdown, cancel_futures=True)
+        for group in chosen:
+            if _name(group) in done:
+                continue
             size = todo.group_bytes(group)
             with changed:
                 while not failed and running and (running >= at_once or held + size > most):
@@ -145,17 +223,25 @@ def _each(
                 break
             if kernels.done():
                 kernels.result()
-            futures.append(pool.submit(work, group))
-            futures[-1].add_done_callback(functools.partial(ended, size=size))
-        return [future.result() for future in futures]
-    finally:
-        pool.shutdown(cancel_futures=True)
+            future = futures[_name(group)] = pool.submit(work, group)
+            future.add_done_callback(functools.partial(ended, group=group))
+        results = {name: future.result() for name, future in futures.items()}
+    return [done[name] if name in done else results[name] for name in map(_name, chosen)]
 
 
-def _progress(chosen: list[list[TensorRole]], console: Console | None) -> Iterator[list[TensorRole]]:
+@contextlib.contextmanager
+def _progress(
+    todo: Plan, chosen: list[list[TensorRole]], done: Collection[str], console: Console | None
+) -> Iterator[Callable[[list[TensorRole]], None]]:
+    """A bar with bytes of the source, how many a second, and the time left; what is yielded moves it by a group."""
     if console is None:
-        yield from chosen
+        yield lambda group: None
         return
-    from rich.progress import track
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-    yield from track(chosen, description="pack", console=console, transient=True)
+    columns = (TextColumn("pack"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        total = sum(map(todo.source_bytes, chosen))
+        left = sum(todo.source_bytes(group) for group in chosen if _name(group) not in done)
+        task = bar.add_task("", total=total, completed=total - left)
+        yield lambda group: bar.advance(task, todo.source_bytes(group))

@@ -101,7 +101,8 @@ def quantise(
     tensor: [N, K], or [n] for f32. scale2: the NVFP4 tensor scale of a group (see `tensor_scale`), by default the
     tensor's own; ValueError when the tensor holds larger values than it can express. It does not concern a tensor that
     is NVFP4 already. algorithm: how NVFP4 block scales are chosen, by the block's maximum, or by the least squared
-    error among its neighbours. Arrays of the result may share memory with the tensor when the format does not change it.
+    error among its neighbours. Arrays of the result may share memory with the tensor when the format does not change
+    it.
 
     Raises UserError, naming the tensor, for another dtype, for NaN or Inf, and for values beyond bfloat16's range.
     """

@@ -42,7 +42,7 @@ def each(work: Work, monkeypatch: pytest.MonkeyPatch, cores: int, kernels: Futur
     monkeypatch.setattr(platform, "cores", lambda: cores)
     roles = [TensorRole(f"t{i}", f"t{i}", (size,), None) for i, size in enumerate(SIZES)]
     todo: Any = SimpleNamespace(roles=roles, group_bytes=lambda group: sum(r.shape[0] for r in group))
-    return packing._each(work, todo, kernels or Future(), None)
+    return packing._each(work, todo, {}, kernels or Future(), None)
 
 
 @pytest.mark.parametrize("cores", [1, 4, 50])
