@@ -109,8 +109,7 @@ def small(compiled: Kernels, tmp_path_factory: pytest.TempPathFactory) -> Callab
 
     def get(name: str) -> Any:
         if name not in made:
-            (kernel,) = compiled.compile([SMALL[name]])
-            made[name] = pack(SMALL[name], kernel, tmp_path_factory.mktemp("small"))
+            made[name] = pack(SMALL[name], compiled.get(SMALL[name]), tmp_path_factory.mktemp("small"))
         return made[name]
 
     return get

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,9 +14,10 @@ import kernels
 from cuda_models import cuda_layout, cuda_spec, small_spec
 from jobs import Built
 
-from mkpack import compile
+from mkpack import compile, platform
 from mkpack.codegen_cuda import cuda_header
 from mkpack.compile import Unit
+from mkpack.errors import InternalError, UserError
 from mkpack.layout_cuda import CudaLayout
 from mkpack.manifest import Limits
 from mkpack.pack_cuda import CudaBlobWriter
@@ -40,11 +41,7 @@ class Small:
         return Limits(context=self.context, tokens_per_step=16)
 
     def header(self, grid: int | None = None) -> str:
-        text, count = re.subn(
-            r"kGrid = \d+", f"kGrid = {grid or self.grid}", cuda_header(self.layout, self.limits, "sm_90a")
-        )
-        assert count == 1
-        return text
+        return cuda_header(self.layout, self.limits, "sm_90a", grid=grid or self.grid)
 
 
 SMALL = {
@@ -69,7 +66,7 @@ SMALL = {
                 num_attention_heads=16,
                 num_key_value_heads=1,
                 vocab_size=1021,
-                moe={"num_experts": 512, "top_k": 32, "intermediate_size": 192, "norm_topk_prob": False},
+                moe={"num_experts": 512, "top_k": 16, "intermediate_size": 192, "norm_topk_prob": False},
             )
         ),
         50,
@@ -94,29 +91,49 @@ class Kernels:
 
     def __init__(self, folder: Path, prebuilt: Path | None, emulated: bool) -> None:
         self.folder, self.prebuilt, self.emulated = folder, prebuilt, emulated
+        self._failed: dict[str, Exception] = {}
 
-    def compile(self, models: Iterable[Small]) -> list[Path]:
-        """Their .so files, compiled side by side."""
-        headers = [m.header(min(m.grid, 4) if self.emulated else None) for m in models]
-        names = [f"{'emulated' if self.emulated else 'sm_90a'}-{_digest(h)}" for h in headers]
-        found = {n: self._place(n) for n in names}
-        missing = {n: h for n, h in zip(names, headers, strict=True) if not found[n].exists()}
-        if missing and self.emulated:
-            for name, header in missing.items():
-                (self.folder / name).mkdir(parents=True, exist_ok=True)
-                emulator.build_library(header, self.folder / name)
-        elif missing:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            compile.compile_kernels([Unit(n, "sm_90a", h) for n, h in missing.items()], self.folder)
-        return [found[n] for n in names]
+    def compile(self, models: Iterable[Small]) -> list[Path | Exception]:
+        """Their .so files, compiled side by side; of one that does not compile the error."""
+        with ThreadPoolExecutor(platform.cores()) as pool:
+            return list(pool.map(self._one, models))
+
+    def get(self, model: Small) -> Path:
+        """The .so file of one of them; raises what stands in the way."""
+        found = self._one(model)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def _one(self, model: Small) -> Path | Exception:
+        header = model.header(min(model.grid, 4) if self.emulated else None)
+        name = f"{'emulated' if self.emulated else 'sm_90a'}-{_digest(header)}"
+        if name in self._failed:
+            return self._failed[name]
+        path = self._place(name)
+        try:
+            if not path.exists():
+                path.parent.mkdir(parents=True)
+                if self.emulated:
+                    emulator.build_library(header, path.parent)
+                else:
+                    made = compile.compile_kernels([Unit("unit", "sm_90a", header)], path.parent)
+                    shutil.copyfile(made["unit"].path, path)
+        except (UserError, InternalError, AssertionError) as e:
+            self._failed[name] = e
+            return e
+        return path
 
     def _place(self, name: str) -> Path:
         ready = self.prebuilt / name / "kernel.so" if self.prebuilt else None
         return ready if ready and ready.exists() else self.folder / name / "kernel.so"
 
-    def keep(self, models: Iterable[Small], folder: Path) -> None:
+    def keep(self, models: Mapping[str, Small], folder: Path) -> None:
         """Compiles them and leaves only the .so files in `folder`."""
-        for path in self.compile(models):
+        for name, path in zip(models, self.compile(models.values()), strict=True):
+            if isinstance(path, Exception):
+                print(f"{name}: {path}")
+                continue
             (folder / path.parent.name).mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, folder / path.parent.name / "kernel.so")
 

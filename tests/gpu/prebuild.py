@@ -41,31 +41,35 @@ def build_artifact(work: Path, target: str) -> Path:
     return work / "demo"
 
 
+def make_pieces(demo: Path, gguf: Path | None, folder: Path) -> None:
+    if gguf is None:
+        sys.path.insert(0, str(ROOT / "recipes" / "smollm2-moe"))
+        from make_checkpoint import find_gguf
+
+        gguf = find_gguf()
+    pieces.split(demo, gguf, folder)
+    with open_artifact(demo) as artifact:
+        blobs = [entry.path for entry in artifact.manifest.weights]
+    for path in blobs:
+        (demo / path).unlink()
+    shutil.rmtree(folder / "artifact", ignore_errors=True)
+    demo.rename(folder / "artifact")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--gguf", type=Path, help="the demo's GGUF file, by default that of the installed package")
     parser.add_argument("--cpu", default="x86-64-v3", help="the other machine's CPU target")
+    parser.add_argument("--kernels", action="store_true", help="only those of the small models; leave the artifact")
     args = parser.parse_args()
     folder: Path = args.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as work:
-        demo = build_artifact(Path(work), args.cpu)
-        gguf = args.gguf
-        if gguf is None:
-            sys.path.insert(0, str(ROOT / "recipes" / "smollm2-moe"))
-            from make_checkpoint import find_gguf
-
-            gguf = find_gguf()
-        pieces.split(demo, gguf, folder)
-        with open_artifact(demo) as artifact:
-            blobs = [entry.path for entry in artifact.manifest.weights]
-        for path in blobs:
-            (demo / path).unlink()
-        shutil.rmtree(folder / "artifact", ignore_errors=True)
-        demo.rename(folder / "artifact")
+        if not args.kernels:
+            make_pieces(build_artifact(Path(work), args.cpu), args.gguf, folder)
         shutil.rmtree(folder / "kernels", ignore_errors=True)
-        Kernels(Path(work) / "kernels", None, emulated=False).keep(SMALL.values(), folder / "kernels")
+        Kernels(Path(work) / "kernels", None, emulated=False).keep(SMALL, folder / "kernels")
     holder.compile(folder / "holder")
     for path in sorted(folder.iterdir()):
         size = sum(f.stat().st_size for f in [path, *path.rglob("*")] if f.is_file())
