@@ -17,7 +17,6 @@ from mkpack import platform, schedule, trace
 from mkpack.errors import UserError
 from mkpack.generation import spread
 from mkpack.trace import Summary
-from mkpack.layout import counted_sections
 
 if TYPE_CHECKING:
     import numpy as np
@@ -311,7 +310,7 @@ class _Bench:
         prefill_s = statistics.median(r.prefill_s for r in filled)
         most = max(steps, key=lambda s: s.tokens)
         # The head runs for the last token only.
-        head = sum(p.nbytes for p in schedule.phases(model.spec, counted_sections(model.manifest)) if p.name == "head")
+        head = sum(p.nbytes for p in schedule.phases_of(model.manifest, "cuda") if p.name == "head")
         whole = model.bytes_per_step(most.tokens, context // 2, most.experts)
         return GpuPoint(
             context=context,

@@ -12,7 +12,7 @@ import families
 import numpy as np
 import pytest
 
-from mkpack import bench, bench_gpu, card, layout_cuda, platform, session
+from mkpack import bench, bench_gpu, card, layout_cuda, platform, rebuild, session
 from mkpack import build as builder
 from mkpack import compile as compiling
 from mkpack import trace as tracing
@@ -132,7 +132,9 @@ def test_bench_refuses_what_does_not_fit(artifact):
 
 def test_a_trace_of_a_few_steps(traced, tmp_path):
     with load(traced) as model:
-        assert model.manifest.kernels["sm_90a"].traced and not model.manifest.kernels[CPU].traced
+        kernels = model.manifest.kernels
+        assert kernels["sm_90a"].traced and not kernels[CPU].traced
+        assert rebuild._unit("again", model.manifest, "sm_90a").traced
         generated = builds.generated(model, PROMPT, 3)
         found = tracing.record(model, 3, 1, 5)
         assert model.length == 5 and builds.generated(model, PROMPT, 3) == generated
