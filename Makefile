@@ -7,7 +7,7 @@ RECIPE := recipes/smollm2-moe
 ARTIFACT := smollm2-moe.mkpack
 NVFP4 := smollm2-moe-nvfp4.mkpack
 
-.PHONY: demo artifact test check lint format bench clean
+.PHONY: demo artifact test gpu-test check lint format bench clean
 
 demo: artifact
 	$(BIN)/mkpack run $(ARTIFACT) --prompt "What is the capital of France?"
@@ -24,6 +24,10 @@ bench: artifact
 
 test: check
 	$(BIN)/python -m pytest
+
+# On a machine with a GPU (docs/CUDA.md, "Testing on a GPU"). ARTIFACT=path: of recipes/smollm2-moe/gpu.yaml; else built.
+gpu-test: $(VENV)/.test
+	$(BIN)/python -m pytest tests/gpu $(if $(filter command,$(origin ARTIFACT)),--artifact $(ARTIFACT))
 
 check: lint
 	$(BIN)/mypy

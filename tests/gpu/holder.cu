@@ -18,7 +18,7 @@ __global__ void spin(volatile int* begun, long long nanoseconds) {
   extern __shared__ char taken[];
   unsigned long long start, now;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
-  if (threadIdx.x == 0) atomicAdd((int*)begun, 1), __threadfence_system();
+  if (threadIdx.x == 0) begun[blockIdx.x] = 1, __threadfence_system();
   do {
     taken[threadIdx.x]++;
     asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
@@ -47,15 +47,16 @@ int main(int argc, char** argv) {
   }
   // A block that takes all shared memory of its SM, again and again: no place is left beside it.
   volatile int* begun;
-  CHECK(cudaHostAlloc((void**)&begun, sizeof(int), cudaHostAllocMapped));
-  *begun = 0;
+  const int blocks = d.multiProcessorCount;
+  CHECK(cudaHostAlloc((void**)&begun, blocks * sizeof(int), cudaHostAllocMapped));
+  std::fill(begun, begun + blocks, 0);
   int* device;
   CHECK(cudaHostGetDevicePointer((void**)&device, (void*)begun, 0));
   const int shared = (int)d.sharedMemPerBlockOptin;
   CHECK(cudaFuncSetAttribute(spin, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
-  spin<<<d.multiProcessorCount, 1024, shared>>>(device, seconds * 1000000000ll);
+  spin<<<blocks, 1024, shared>>>(device, seconds * 1000000000ll);
   CHECK(cudaGetLastError());
-  while (*begun < d.multiProcessorCount) usleep(1000);
+  while (std::count(begun, begun + blocks, 1) < blocks) usleep(1000);
   puts("ready");
   fflush(stdout);
   CHECK(cudaDeviceSynchronize());

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -199,7 +200,7 @@ def test_an_mps_limit_is_refused(demo_folder, demo, prompts, request, tmp_path, 
         Path(folder).mkdir()
     control = ["nvidia-cuda-mps-control"]
     try:
-        subprocess.run([*control, "-d"], env=environment, check=True, timeout=20)
+        subprocess.run([*control, "-d"], env=os.environ | environment, check=True, timeout=20)
     except (OSError, subprocess.SubprocessError) as e:
         pytest.skip(f"no MPS daemon could be started: {e}")
     try:
@@ -208,7 +209,7 @@ def test_an_mps_limit_is_refused(demo_folder, demo, prompts, request, tmp_path, 
         )
         served = jobs.run("generations", demo, [prompts[0]], 4, [{}], limit=60)
     finally:
-        subprocess.run(control, input=b"quit\n", env=environment, timeout=20, check=False)
+        subprocess.run(control, input=b"quit\n", env=os.environ | environment, timeout=20, check=False)
     say(text)
     assert "SMs" in text and len(served[0][0]) == 4
 
