@@ -177,9 +177,6 @@ inline mk_model::mk_model(const void* blob, int context, double wait_limit_s)
   params.max_length = context;
   params.dense_flight = 2;
   params.head_flight = kStepSlots;
-  params.expert_flight = kStepSlots;
-  params.expert_ahead = 0;
-  params.dense_ahead = 1;
 }
 
 inline mk::Sampling sampling_of(const mk_request& r) {

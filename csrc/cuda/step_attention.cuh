@@ -31,7 +31,10 @@ struct RunningSoftmax {
 struct AttentionScratch {
   uint16_t q[kStepRows][kQStride];
   SquadScores scores[kSquads][kSquadBlocks];
-  alignas(16) uint8_t fresh[2][2 * kTileBytes];  // tiles with new positions
+  union {
+    alignas(16) uint8_t fresh[2][2 * kTileBytes];  // tiles with new positions
+    float lines[kWarps][2][kHeadDim];              // vectors before rotation
+  };
 };
 // Outputs of squads that share a row block; they take the place of the queries.
 struct SquadOutputs {
@@ -39,99 +42,94 @@ struct SquadOutputs {
   float2 sums[kSquads][16];
 };
 
-// A vector of one head of one token, as one warp holds it: lane l has the dimensions l, l + 32, ... With it what it is going
-// to be multiplied with, so that all of it is under way at once.
-struct HeadVector {
-  static constexpr int kLane = kHeadDim / 32, kHalf = kRotary / 2;
-  // Partners in the rotation are dimensions of the same lane, or else of another.
-  static constexpr bool kOwnPartner = kHalf % 32 == 0;
-  static constexpr int kTurns = kOwnPartner ? kHalf / 32 : kLane;
-  float v[kLane], norm[kLane];
-  float2 turn[kTurns];
-
-  __device__ __forceinline__ void load(const StepBlock& b, const float* src, const float* weights, int position) {
-#pragma unroll
-    for (int j = 0; j < kLane; j++) v[j] = __ldcg(src + b.lane() + 32 * j);
-    if constexpr (kQkNorm)
-#pragma unroll
-      for (int j = 0; j < kLane; j++) norm[j] = __ldg(weights + b.lane() + 32 * j);
-    const float2* table = b.p.rope + (int64_t)position * kHalf;
-#pragma unroll
-    for (int j = 0; j < kTurns; j++) {
-      const int d = b.lane() + 32 * j;
-      turn[j] = d < kRotary ? __ldg(table + (d < kHalf ? d : d - kHalf)) : make_float2(1, 0);
-    }
+// Queries of the unit into shared memory; keys and values of new positions whose tiles are the unit's into the cache. A job is
+// a vector: the rows of queries, then of every token its key and its value. Half a warp has one: lane l of sixteen holds
+// kRun dimensions from kRun l on, and as many from kHeadDim / 2 + kRun l on.
+constexpr int kRun = kHeadDim / 32;
+__device__ __forceinline__ void load_run(float (&v)[kRun], const float* src, bool cached) {
+  if constexpr (kRun == 4) {
+    const float4 x = cached ? __ldg((const float4*)src) : __ldcg((const float4*)src);
+    v[0] = x.x, v[1] = x.y, v[2] = x.z, v[3] = x.w;
+  } else {
+    const float2 x = cached ? __ldg((const float2*)src) : __ldcg((const float2*)src);
+    v[0] = x.x, v[1] = x.y;
   }
-  // Norm and rotation.
-  __device__ __forceinline__ void rotate(const StepBlock& b) {
-    if constexpr (kQkNorm) {
-      float squares = 0;
+}
+__device__ __forceinline__ void store_run(uint16_t* to, const float (&v)[kRun]) {
 #pragma unroll
-      for (int j = 0; j < kLane; j++) squares += v[j] * v[j];
-      const float r = rsqrtf(warp_sum(squares) / kHeadDim + kRmsEps);
-#pragma unroll
-      for (int j = 0; j < kLane; j++) v[j] *= r * norm[j];
-    }
-    if constexpr (kOwnPartner) {
-#pragma unroll
-      for (int j = 0; j < kTurns; j++) {
-        const float x = v[j], y = v[j + kTurns];
-        v[j] = x * turn[j].x - y * turn[j].y;
-        v[j + kTurns] = y * turn[j].x + x * turn[j].y;
-      }
-    } else {
-      float turned[kLane];
-#pragma unroll
-      for (int j = 0; j < kLane; j++) {
-        const int d = b.lane() + 32 * j, partner = d < kHalf ? d + kHalf : d - kHalf;
-        float y = 0;
-#pragma unroll
-        for (int k = 0; k < kLane; k++) {
-          const float other = __shfl_sync(~0u, v[k], partner & 31);
-          if (partner / 32 == k) y = other;
-        }
-        turned[j] = d < kHalf ? v[j] * turn[j].x - y * turn[j].y : d < kRotary ? v[j] * turn[j].x + y * turn[j].y : v[j];
-      }
-#pragma unroll
-      for (int j = 0; j < kLane; j++) v[j] = turned[j];
-    }
-  }
-};
-
-// Queries of the unit into shared memory; keys and values of new positions whose tiles are the unit's into the cache. A job
-// is a vector: the rows of queries, then of every token its key and its value.
+  for (int i = 0; i < kRun; i += 2) *(uint32_t*)(to + i) = pack_bf16x2(v[i], v[i + 1]);
+}
 __device__ __forceinline__ void prepare_unit(const StepBlock& b, int kv_head, int split, int splits) {
-  AttentionScratch& scratch = *b.scratch<AttentionScratch>();
-  const float* norms = b.p.norms + b.layer() * kNormLayer;
-  const int rows = b.tokens() * kGroup, jobs = rows + 2 * b.tokens();
-  const auto token_of = [&](int job) { return job < rows ? job / kGroup : (job - rows) / 2; };
-  constexpr int kAtATime = 4;
+  static_assert(kRun == 2 || kRun == 4);
+  const int rows = b.tokens() * kGroup, jobs = rows + 2 * b.tokens(), d = b.lane() % 16 * kRun;
 #pragma unroll 1
-  for (int first = b.warp; first < jobs; first += kAtATime * kWarps) {
-    HeadVector x[kAtATime];
+  for (int first = 2 * b.warp; first < jobs; first += 2 * kWarps) {  // the two halves stay together for the shuffles
+    const int job = min(first + b.lane() / 16, jobs - 1), token = job < rows ? job / kGroup : (job - rows) / 2;
+    const bool is_query = job < rows, is_value = !is_query && (job - rows) % 2, real = first + b.lane() / 16 < jobs;
+    const int head = is_query ? kv_head * kGroup + job % kGroup : kHeads + is_value * kKvHeads + kv_head;
+    const int position = b.position() + token;
+    const float* src = b.p.qkv + token * kQkvRows + head * kHeadDim + d;
+    float x[kRun], y[kRun];
+    load_run(x, src, false);
+    load_run(y, src + kHeadDim / 2, false);
+    // Rotation partners are kRotary / 2 apart: the other run of the same lane, or dimensions of other lanes.
+    const float2* table = b.p.rope + (int64_t)position * (kRotary / 2);
+    float2 turn[kRun];
+    if constexpr (kRotary == kHeadDim)
 #pragma unroll
-    for (int i = 0; i < kAtATime; i++) {
-      const int job = min(first + i * kWarps, jobs - 1);
-      const int head = job < rows ? kv_head * kGroup + job % kGroup : kHeads + (job - rows) % 2 * kKvHeads + kv_head;
-      x[i].load(b, b.p.qkv + token_of(job) * kQkvRows + head * kHeadDim, norms + (job < rows ? kNormQ : kNormK),
-                b.position() + token_of(job));
+      for (int i = 0; i < kRun; i++) turn[i] = __ldg(table + d + i);
+    if constexpr (kQkNorm) {
+      const float* weights = b.p.norms + b.layer() * kNormLayer + (is_query ? kNormQ : kNormK) + d;
+      float u[kRun], w[kRun], squares = 0;
+      load_run(u, weights, true);
+      load_run(w, weights + kHeadDim / 2, true);
+#pragma unroll
+      for (int i = 0; i < kRun; i++) squares += x[i] * x[i] + y[i] * y[i];
+#pragma unroll
+      for (int o = 8; o; o >>= 1) squares += __shfl_xor_sync(~0u, squares, o);
+      const float r = rsqrtf(squares / kHeadDim + kRmsEps);
+#pragma unroll
+      for (int i = 0; i < kRun; i++)
+        if (!is_value) x[i] *= r * u[i], y[i] *= r * w[i];
     }
+    if constexpr (kRotary == kHeadDim) {
 #pragma unroll
-    for (int i = 0; i < kAtATime; i++) {
-      const int job = first + i * kWarps, position = b.position() + token_of(job);
-      const bool is_query = job < rows, is_value = !is_query && (job - rows) % 2;
-      if (job >= jobs || (!is_query && position / kTile % splits != split)) continue;
-      if (!is_value) x[i].rotate(b);
-      uint8_t* tile = b.p.kv + kv_tile_offset(b.layer(), kv_head, position / kTile);
+      for (int i = 0; i < kRun; i++)
+        if (!is_value) {
+          const float a = x[i], c = y[i];
+          x[i] = a * turn[i].x - c * turn[i].y;
+          y[i] = c * turn[i].x + a * turn[i].y;
+        }
+    } else {
+      // Through shared memory, which every half has a line of.
+      float* line = b.scratch<AttentionScratch>()->lines[b.warp][b.lane() / 16];
 #pragma unroll
-      for (int j = 0; j < HeadVector::kLane; j++) {
-        const int d = b.lane() + 32 * j;
-        uint16_t* to = is_query   ? &scratch.q[job][d]
-                       : is_value ? (uint16_t*)(tile + kTileBytes + v_offset(position, d))
-                                  : (uint16_t*)(tile + k_offset(position, d));
-        *to = (uint16_t)pack_bf16x2(x[i].v[j], 0.f);
+      for (int i = 0; i < kRun; i++) line[d + i] = x[i], line[d + i + kHeadDim / 2] = y[i];
+      __syncwarp();
+#pragma unroll
+      for (int i = 0; i < 2 * kRun; i++) {
+        const int at = i < kRun ? d + i : d + i - kRun + kHeadDim / 2;
+        const bool low = at < kRotary / 2;
+        if (is_value || at >= kRotary) continue;
+        const float own = line[at], other = line[low ? at + kRotary / 2 : at - kRotary / 2];
+        const float2 c = __ldg(table + (low ? at : at - kRotary / 2));
+        (i < kRun ? x[i] : y[i - kRun]) = low ? own * c.x - other * c.y : own * c.x + other * c.y;
       }
+      __syncwarp();
     }
+    if (!real || (!is_query && position / kTile % splits != split)) continue;
+    uint8_t* tile = b.p.kv + kv_tile_offset(b.layer(), kv_head, position / kTile);
+    if (is_value) {
+#pragma unroll
+      for (int i = 0; i < kRun; i++) {
+        *(uint16_t*)(tile + kTileBytes + v_offset(position, d + i)) = (uint16_t)pack_bf16x2(x[i], 0.f);
+        *(uint16_t*)(tile + kTileBytes + v_offset(position, d + i + kHeadDim / 2)) = (uint16_t)pack_bf16x2(y[i], 0.f);
+      }
+      continue;
+    }
+    uint16_t* q = b.scratch<AttentionScratch>()->q[is_query ? job : 0];
+    store_run(is_query ? q + d : (uint16_t*)(tile + k_offset(position, d)), x);
+    store_run(is_query ? q + d + kHeadDim / 2 : (uint16_t*)(tile + k_offset(position, d + kHeadDim / 2)), y);
   }
 }
 

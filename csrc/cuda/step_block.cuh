@@ -59,9 +59,7 @@ struct StepParams {
   int32_t num_stop_tokens;
   int32_t stop_tokens[kMaxStopTokens];
   Sampling sampling;
-  int32_t dense_flight, head_flight, expert_flight;  // pages under way
-  int32_t expert_ahead;  // pages beyond the ring brought into L2
-  int32_t dense_ahead;   // likewise of the next layer: 0 none, 1 QKV's, 2 the output projection's too
+  int32_t dense_flight, head_flight;  // pages under way
 };
 
 // ---- shape of the step kernel ----------------------------------------------------------------------------------------
@@ -252,7 +250,7 @@ struct StepBlock {
   }
 };
 
-// First a warpgroup, of which two warps work: one streams dense weights and watches the time, one streams experts. The
+// First a warpgroup, of which three warps work: one streams dense weights and watches the time, two stream experts. The
 // scheduler prefers older warps, and these must not starve behind consumers that spin on a barrier. Then 16 consumer warps.
 // The first four exist as a whole because registers move between the two kinds by warpgroups: 640 x 96 at launch, then
 // 512 x 104 + 128 x 64 out of the same 61440 (asking for more than the launch took would never return).

@@ -173,7 +173,7 @@ struct ChunkInput {
 };
 // Most chunks of a warp in a gate/up page, and those it holds in registers at a time: the page's slot is free again as soon as
 // the last of them are.
-constexpr int kPairCount = ceil_div(tile_page_chunks(kHidden, 0), kPairWarps), kPairHeld = kPairCount < 4 ? kPairCount : 4;
+constexpr int kPairCount = ceil_div(tile_page_chunks(kHidden, 0), kPairWarps), kPairHeld = kPairCount < 2 ? kPairCount : 2;
 __device__ __forceinline__ void step_pair(StepBlock& b, StepRing& ring) {
   b.stamp(kPhasePair, 0);
   const int group = b.warp / kPairWarps, part = b.warp % kPairWarps;
@@ -253,7 +253,7 @@ __device__ __forceinline__ void step_pair(StepBlock& b, StepRing& ring) {
 // their ranks, so it does not depend on what the other tokens chose.
 // Most chunks of a warp in a page, and those whose inputs are loaded a page ahead.
 constexpr int kDownCount = ceil_div(tile_page_chunks(kMoeIntermediate, 0), kDownSplit);
-constexpr int kDownAhead = kDownCount < 6 ? kDownCount : 6;
+constexpr int kDownAhead = kDownCount < 4 ? kDownCount : 4;
 __device__ __forceinline__ void step_down(StepBlock& b, StepRing& ring) {
   b.stamp(kPhaseDown, 0);
   const int group = b.warp / 4, tile = b.warp % 4 / kDownSplit, part = b.warp % 4 % kDownSplit;

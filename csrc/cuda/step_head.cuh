@@ -45,15 +45,14 @@ __device__ __forceinline__ void step_head(StepBlock& b, StepRing& ring) {
 
 MK_HD bool is_greedy(const Sampling& r) { return r.temperature == 0.f && r.repetition_penalty == 1.f; }
 
-// Chooses the token behind the step's last, tells the host, and decides whether the generation ends with it. Leaves s.token and s.ended; every SM finds the same.
-// Not inlined: with the sampler in it, it would take registers from every phase.
-__device__ __attribute__((noinline)) void step_token(const StepParams& p, StepShared& s) {
-  StepBlock b = consumer(p, s, 0);
-  b.stamp(kPhaseToken, 0);
-  const int made = b.s.step + 1 - given_steps(p);  // tokens chosen before
-  const int last = b.tokens() - 1, position = b.position() + b.tokens();  // of the token to be chosen
-  int token;
+// Position of the token that this step chooses: behind its last one.
+__device__ __forceinline__ int next_position(const StepBlock& b) { return b.position() + b.tokens(); }
+
+// The token behind the step's last into s.token; every SM finds the same.
+__device__ __forceinline__ void choose_token(const StepParams& p, StepShared& s) {
+  const int last = s.tokens - 1;
   if (is_greedy(p.sampling)) {
+    StepBlock b = consumer(p, s, 0);
     if (b.warp == 0) {
       float best = -INFINITY;
       int row = kVocab;
@@ -63,20 +62,28 @@ __device__ __attribute__((noinline)) void step_token(const StepParams& p, StepSh
       }
 #pragma unroll
       for (int o = 16; o; o >>= 1) keep_best(best, row, __shfl_xor_sync(~0u, best, o), __shfl_xor_sync(~0u, row, o));
-      if (b.lane() == 0) b.s.token = row < kVocab ? row : 0;  // all logits NaN
+      if (b.lane() == 0) s.token = row < kVocab ? row : 0;  // all logits NaN
     }
-  } else {
-    if (b.sm() == 0) {
-      const int chosen = sample<kVocab>(p.sampling, p.logits + (int64_t)(b.s.first + last) * kVocab, p.history, position, position, b.tid,
-                                        *b.scratch<SamplerScratch>());
-      if (b.tid == 0) p.shared_token[0] = chosen;
-    }
-    b.meet();
-    if (b.tid == 0) b.s.token = __ldcg(p.shared_token);
+    return;
   }
+  if (blockIdx.x == 0) {
+    StepBlock b = consumer(p, s, 0);
+    const int chosen = sample<kVocab>(p.sampling, p.logits + (int64_t)(s.first + last) * kVocab, p.history, next_position(b),
+                                      next_position(b), b.tid, *b.scratch<SamplerScratch>());
+    if (threadIdx.x == kProducers) p.shared_token[0] = chosen;
+  }
+  StepBlock b = consumer(p, s, 0);
+  b.meet();
+  if (b.tid == 0) s.token = __ldcg(p.shared_token);
+}
+
+// Tells the host of s.token and decides whether the generation ends with it: s.ended.
+__device__ __forceinline__ void announce_token(const StepParams& p, StepShared& s) {
+  StepBlock b = consumer(p, s, 0);
+  b.stamp(kPhaseToken, 0);
   team_sync<kTeam>();
-  token = b.s.token;
   if (b.tid == 0) {
+    const int token = s.token, position = next_position(b), made = s.step + 1 - given_steps(p);  // tokens chosen before
     int reason = -1;
     for (int i = 0; i < p.num_stop_tokens; i++)
       if (p.stop_tokens[i] == token) reason = MK_STOP_TOKEN;
@@ -88,7 +95,7 @@ __device__ __attribute__((noinline)) void step_token(const StepParams& p, StepSh
       else if (position >= p.max_length)
         reason = MK_STOP_CONTEXT;
     }
-    b.s.ended = reason >= 0 || *(volatile int32_t*)&b.s.expired;
+    s.ended = reason >= 0 || *(volatile int32_t*)&s.expired;
     if (b.sm() == 0) {
       p.history[position] = token;
       if (reason >= 0) *(volatile int32_t*)&p.mail->reason = reason;

@@ -61,19 +61,22 @@ __global__ void __launch_bounds__(kThreads, 1) step_kernel(__grid_constant__ con
     StepBlock b{p, s, warp, tid, zero};
     registers_decrease<64>();
     if (warp == 0 && b.lane() == 0) step_produce_dense<kTiles>(b);
-    if (warp == 1) step_produce_experts(b);
+    if (warp > 0 && warp <= kExpertWarps) step_produce_experts(b, warp - 1);
     return;
   }
   registers_increase<104>();
   do {
     run_step<kTiles>(p, s, zero);
-    if (p.new_tokens && s.step + 1 >= given_steps(p)) step_token(p, s);
+    if (p.new_tokens && s.step + 1 >= given_steps(p)) {
+      choose_token(p, s);
+      announce_token(p, s);
+    }
     team_sync<kTeam>();
     if (threadIdx.x == kProducers) s.ended |= ++s.step >= step_count(p);
     team_sync<kTeam>();
   } while (!s.ended);
   if (threadIdx.x == kProducers) *(volatile int32_t*)&s.quit = 1;
-  barrier_sync<2, kChosenThreads>();  // lets the expert warp see it
+  barrier_sync<2, kChosenThreads>();  // lets the expert warps see it
 }
 
 }  // namespace mk

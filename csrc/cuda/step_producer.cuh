@@ -108,122 +108,139 @@ __device__ __forceinline__ void step_produce_dense(const StepBlock& b) {
 // Every SM brings a part of the next layer's router rows into L2; what a division leaves over comes when it is read.
 constexpr uint32_t kRouterShare = kRouterBytes / kGrid / 16 * 16;
 
-// Named barrier 2: from the consumers, who choose the experts, to the thread that streams them.
-constexpr int kChosenThreads = kTeam + 32;
+// Named barrier 2: from the consumers, who choose the experts, to the warps that stream them.
+constexpr int kExpertWarps = 2, kChosenThreads = kTeam + 32 * kExpertWarps;
 
-// The pages of one layer's experts that an SM streams, once the active ones are known: gate/up tiles, then down tiles.
-struct ExpertPages {
+// One thread of each of the warps that stream experts and the KV cache. They take turns at the pages: one alone would need
+// longer to find a page and issue it than memory to bring it.
+struct ExpertStream {
   const StepBlock& b;
-  const uint8_t* w;  // of the layer
-  int active, u0, pair_pages, per_unit, total;
+  const uint32_t turn;  // of this warp
+  Stream<kStepSlots> out;
+  uint32_t last = 0;  // page issued last, plus one
 
-  __device__ __forceinline__ ExpertPages(const StepBlock& b, int layer)
-      : b(b), w(b.p.experts + (int64_t)layer * kExperts * kExpertBytes), active(b.s.active_count) {
-    u0 = first_item(active * kPairUnits, b.sm());
-    pair_pages = (first_item(active * kPairUnits, b.sm() + 1) - u0) * tile_pages(kHidden);
-    per_unit = ceil_div(active, kDownPack) * kDownPages;
-    total = pair_pages + b.units() * per_unit;
+  __device__ __forceinline__ ExpertStream(const StepBlock& b, int turn)
+      : b(b),
+        turn(turn),
+        out{{smem_address(b.s.expert_full), smem_address(b.s.expert_empty)},
+            smem_address(b.s.expert),
+            kSlotBytes,
+            kStepSlots,
+            evict_first_policy(),
+            &b.s.quit,
+            nullptr} {}
+  // Goes on to the next page; true when it is this warp's and its slot is free, so that `bytes` of it may be copied.
+  __device__ __forceinline__ bool next(uint32_t bytes) {
+    out.ring.n++;
+    if (((out.ring.n - 1) & (kExpertWarps - 1)) != turn) return false;
+    out.ring.n--;
+    const bool open = out.open();
+    if (open) mbarrier_expect_bytes(out.barrier(), bytes), last = out.ring.n + 1;
+    out.ring.n++;
+    return open;
   }
-  // Calls piece(source, bytes) for every tile in page n; they are equally large and lie one after the other in a slot.
-  template <class Piece>
-  __device__ __forceinline__ void each(int n, Piece&& piece) const {
-    if (n < pair_pages) {
-      const int u = u0 + n / tile_pages(kHidden), page = n % tile_pages(kHidden);
-      piece(w + b.s.active[u / kPairUnits] * kExpertBytes + (int64_t)(u % kPairUnits) * kPairTileBytes +
-                page * kPageChunks * kChunkBytes,
-            tile_page_chunks(kHidden, page) * kChunkBytes);
-      return;
+  // Into the page that next() opened.
+  __device__ __forceinline__ void copy(uint32_t at, const uint8_t* src, uint32_t bytes) const {
+    const Ring<kStepSlots> page = out.back(1);
+    bulk_copy(out.base + page.slot() * kSlotBytes + at, src, bytes, page.full + 8 * page.slot(), out.policy);
+  }
+  // A block must not end under a copy into its shared memory.
+  __device__ __forceinline__ void drain() const {
+    for (uint32_t back = 0; back < kStepSlots && back < last; back += kExpertWarps) {
+      Ring<kStepSlots> page = out.ring;
+      page.n = last - 1 - back;
+      page.wait_full();
     }
-    n -= pair_pages;
-    const int unit = n / per_unit, i = n % per_unit / kDownPages * kDownPack, page = n % kDownPages;
-    const int64_t tile = kPairBytes + (int64_t)(b.first_unit() + unit) * kDownTileBytes + page * kPageChunks * kChunkBytes;
+  }
+
+  // What attention wants of the KV cache. Tiles were written a step ago: barriers of the grid and the one below lie between,
+  // and a fence, because copies read past the path that stores took.
+  __device__ __forceinline__ void cache(int layer, const Step& step) {
+    const int position = b.p.position + step.first, splits = step_splits(b.p, position + step.tokens);
+    fence_copies();
 #pragma unroll 1
-    for (int k = i; k < min(active, i + kDownPack); k++)
-      piece(w + b.s.active[k] * kExpertBytes + tile, tile_page_chunks(kMoeIntermediate, page) * kChunkBytes);
+    for (int unit = b.sm(); unit < kKvHeads * splits; unit += kGrid) {
+      const int split = unit % splits;
+      const UnitTiles tiles(layer, position, split, splits);
+      const uint8_t* tile = b.p.kv + kv_tile_offset(layer, unit / splits, tiles.first * splits + split);
+      const uint32_t stride = splits * 2 * kTileBytes;
+#pragma unroll 1
+      for (int i = tiles.first; i < tiles.end; i += 2, tile += 2 * stride) {
+        const bool second = i + 1 < tiles.end;
+        if (!next(second ? 4 * kTileBytes : 2 * kTileBytes)) continue;
+        copy(0, tile, 2 * kTileBytes);
+        if (second) copy(2 * kTileBytes, tile + stride, 2 * kTileBytes);
+      }
+    }
+  }
+  // Gate/up tiles of the active experts.
+  __device__ __forceinline__ void pair(const uint8_t* w, int active) {
+    const int u0 = first_item(active * kPairUnits, b.sm()), u1 = first_item(active * kPairUnits, b.sm() + 1);
+    int index = u0 / kPairUnits, unit = u0 % kPairUnits;
+#pragma unroll 1
+    for (int u = u0; u < u1; u++) {
+#pragma unroll 1
+      for (int page = 0; page < tile_pages(kHidden); page++) {
+        const uint32_t bytes = tile_page_chunks(kHidden, page) * kChunkBytes;
+        if (next(bytes))
+          copy(0, w + b.s.active[index] * kExpertBytes + (uint32_t)(unit * kPairTileBytes + page * kPageChunks * kChunkBytes),
+               bytes);
+      }
+      if (++unit == kPairUnits) unit = 0, index++;
+    }
+  }
+  // Down tiles of them.
+  __device__ __forceinline__ void down(const uint8_t* w, int active) {
+#pragma unroll 1
+    for (int unit = 0; unit < b.units(); unit++) {
+      const uint8_t* tile = w + kPairBytes + (int64_t)(b.first_unit() + unit) * kDownTileBytes;
+#pragma unroll 1
+      for (int i = 0; i < active; i += kDownPack)
+#pragma unroll 1
+        for (int page = 0; page < kDownPages; page++) {
+          const uint32_t bytes = tile_page_chunks(kMoeIntermediate, page) * kChunkBytes;
+          const int tiles = min(kDownPack, active - i);
+          if (!next(tiles * bytes)) continue;
+#pragma unroll
+          for (int k = 0; k < kDownPack; k++)
+            if (k < tiles) copy(k * bytes, tile + b.s.active[i + k] * kExpertBytes + page * kPageChunks * kChunkBytes, bytes);
+        }
+    }
   }
 };
 
-// The pages of one layer's KV cache that an SM's attention units look at. False when the consumers left.
-__device__ __forceinline__ bool cache_pages(Stream<kStepSlots>& out, const StepBlock& b, int layer, const Step& step) {
-  const int position = b.p.position + step.first, splits = step_splits(b.p, position + step.tokens);
-#pragma unroll 1
-  for (int unit = b.sm(); unit < kKvHeads * splits; unit += kGrid) {
-    const UnitTiles tiles(layer, position, unit % splits, splits);
-#pragma unroll 1
-    for (int i = tiles.first; i < tiles.end; i += 2) {
-      if (!out.open()) return false;
-      const int count = min(2, tiles.end - i);
-      mbarrier_expect_bytes(out.barrier(), count * 2 * kTileBytes);
-#pragma unroll 1
-      for (int k = 0; k < count; k++)
-        bulk_copy(out.address() + k * 2 * kTileBytes,
-                  b.p.kv + kv_tile_offset(layer, unit / splits, (i + k) * splits + unit % splits), 2 * kTileBytes,
-                  out.barrier(), out.policy);
-      out.ring.n++;
-    }
-  }
-  return true;
-}
-
-// One warp, of which one lane issues. Tiles of the cache were written a step ago: the barrier below and those of the grid lie
-// between, and a fence, because copies read past the path that stores took. Pages further ahead than the ring come into L2: while the consumers hold the ring's
-// slots, memory goes on.
-__device__ __forceinline__ void step_produce_experts(StepBlock b) {
+__device__ __forceinline__ void step_produce_experts(const StepBlock& b, int turn) {
   const StepParams& p = b.p;
-  Stream<kStepSlots> out{{smem_address(b.s.expert_full), smem_address(b.s.expert_empty)},
-                         smem_address(b.s.expert),
-                         kSlotBytes,
-                         (uint32_t)p.expert_flight,
-                         evict_first_policy(),
-                         &b.s.quit,
-                         nullptr};
+  ExpertStream stream(b, turn);
 #pragma unroll 1
   for (int i = 0;; i++)
 #pragma unroll 1
     for (int layer = 0; layer < kLayers; layer++) {
       if (b.lane() == 0 && i < step_count(p)) {
-        fence_copies();
-        stamp_stream(p, i, layer, kStreamCache, 0);
-        cache_pages(out, b, layer, step_at(p, i));
-        stamp_stream(p, i, layer, kStreamCache, 1);
+        if (turn == 0) stamp_stream(p, i, layer, kStreamCache, 0);
+        stream.cache(layer, step_at(p, i));
+        if (turn == 0) stamp_stream(p, i, layer, kStreamCache, 1);
       }
       __syncwarp();
       barrier_sync<2, kChosenThreads>();
       if (*(const volatile int32_t*)&b.s.quit) {
-        if (b.lane() == 0) out.drain();
+        if (b.lane() == 0) stream.drain();
         return;
       }
       if (b.lane() == 0) {
-        stamp_stream(p, i, layer, kStreamExperts, 0);
-        const ExpertPages pages(b, layer);
-        int ahead = kStepSlots;
-#pragma unroll 1
-        for (int n = 0; n < pages.total; n++) {
-#pragma unroll 1
-          for (; ahead < min(pages.total, n + kStepSlots + p.expert_ahead); ahead++)
-            pages.each(ahead, [](const uint8_t* src, uint32_t bytes) { bulk_prefetch(src, bytes); });
-          if (!out.open()) return;
-          uint32_t bytes = 0;
-          pages.each(n, [&](const uint8_t*, uint32_t size) { bytes += size; });
-          mbarrier_expect_bytes(out.barrier(), bytes);
-          uint32_t to = out.address();
-          pages.each(n, [&](const uint8_t* src, uint32_t size) {
-            bulk_copy(to, src, size, out.barrier(), out.policy);
-            to += size;
-          });
-          out.ring.n++;
-        }
-        stamp_stream(p, i, layer, kStreamExperts, 1);
-        bulk_prefetch(p.routers + ((layer + 1) % kLayers) * kRouterBytes + b.sm() * kRouterShare, kRouterShare);
-        // Memory is idle while this layer ends and the next begins: the dense weights that do not fit the ring.
-        if (p.dense_ahead && layer + 1 < kLayers) {
-          const uint8_t* next = p.dense + (layer + 1) * kDenseLayerBytes;
-          const int qkv0 = first_item(kQkvUnits, b.sm()), qkv = first_item(kQkvUnits, b.sm() + 1) - qkv0;
-          constexpr int kPerUnit = kUnitRows / kPageRows;
-          prefetch_pages<kAttentionFp8, kHidden>(next + qkv0 * unit_bytes(kHidden, kAttentionFp8), qkv, kStepSlots);
-          if (p.dense_ahead > 1)
-            prefetch_pages<kAttentionFp8, kQRows>(
-                next + kQkvBytes + b.first_unit() * kPerUnit * unit_bytes(kQRows, kAttentionFp8), b.units() * kPerUnit, 0);
+        const uint8_t* w = p.experts + (int64_t)layer * kExperts * kExpertBytes;
+        const int active = b.s.active_count;
+        if (turn == 0) stamp_stream(p, i, layer, kStreamExperts, 0);
+        stream.pair(w, active);
+        stream.down(w, active);
+        if (turn == 0) {
+          stamp_stream(p, i, layer, kStreamExperts, 1);
+          // Memory is idle while this layer ends and the next begins: router rows, and the QKV pages that the ring cannot
+          // hold.
+          const int next = (layer + 1) % kLayers, qkv0 = first_item(kQkvUnits, b.sm());
+          bulk_prefetch(p.routers + next * kRouterBytes + b.sm() * kRouterShare, kRouterShare);
+          prefetch_pages<kAttentionFp8, kHidden>(p.dense + next * kDenseLayerBytes + qkv0 * unit_bytes(kHidden, kAttentionFp8),
+                                                 first_item(kQkvUnits, b.sm() + 1) - qkv0, kStepSlots);
         }
       }
       __syncwarp();

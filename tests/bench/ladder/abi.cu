@@ -260,11 +260,11 @@ int main(int argc, char** argv) {
   printf("39-token prompt %.2f ms; %d tokens: %.4f ms/token = %.0f tok/s; read bandwidth %.3f TB/s, bound %.4f ms, %.1f%%\n",
          timed.prefill_s * 1e3, count, ms, 1e3 / ms, bandwidth / 1e12, bound, 100 * bound / ms);
   if (getenv("SWEEP"))
-    for (int ahead : {0, 4, 8, 16})
-      for (int dense : {0, 1, 2}) {
-        printf("%d expert pages ahead, dense %d\n", ahead, dense);
+    for (int tiles : {1, 2, 4})
+      for (int flight : {2, 4}) {
+        printf("%d tiles a split, %d dense pages under way\n", tiles, flight);
         const auto kept = model->params;
-        model->params.expert_ahead = ahead, model->params.dense_ahead = dense;
+        model->params.tiles_per_split = tiles, model->params.dense_flight = flight;
         time_steps(model, 512, rounds, bandwidth);
         model->params = kept;
       }
