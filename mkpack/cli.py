@@ -263,12 +263,18 @@ def graph(
         int | None, typer.Option(min=0, help="Only this layer. [default: all; the picture shows 0]")
     ] = None,
     svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw a layer into an SVG file.")] = None,
+    target: Annotated[
+        str | None, typer.Option(metavar="TARGET", help="cpu, gpu, or a target it has. [default: CPUs']")
+    ] = None,
+    kernel: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Of a GPU's kernels. [default: the one for any step]")
+    ] = None,
     json: AsJson = False,
 ) -> None:
     """Show what a step does: phases, buffers, waits, and the bytes of each."""
     from mkpack import graph as graphs
 
-    found = graphs.read(path)
+    found = graphs.read(path, target, kernel)
     if svg is not None:
         found.save_svg(svg, layer or 0)
     typer.echo(found.to_json(layer) if json else found.render(layer))

@@ -7,18 +7,22 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from mkpack import schedule
+from mkpack import graph_gpu, schedule
 from mkpack.errors import UserError, os_errors
 from mkpack.layout import Layout, layout_of
+from mkpack.layout_cuda import GRID, CudaLayout, cuda_layout_of
+from mkpack.manifest import LayoutName
 from mkpack.schedule import Items, Phase, Schedule, Wait, phase_bytes
 
 
 @dataclass(frozen=True)
 class Graph:
-    """name: of the recipe or artifact, whose path is `source`. The schedule holds: it was checked."""
+    """name: of the recipe or artifact, whose path is `source`. The schedule holds: it was checked. kernels: all that
+    its target has, the schedule's among them."""
 
     name: str
     schedule: Schedule
+    kernels: tuple[str, ...] = ("",)
     source: Path | None = field(default=None, compare=False)
 
     def bound(self, tokens: int) -> float:
@@ -58,6 +62,7 @@ class Graph:
         document = {
             "name": self.name,
             "target": s.target,
+            **({"kernel": s.kernel, "machine": graph_gpu.document(s.machine)} if s.machine else {}),
             "tp": s.tp,
             "context": s.context,
             "tokens_per_step": s.tokens_per_step,
@@ -66,7 +71,7 @@ class Graph:
             "phases": [
                 {
                     "key": p.key,
-                    **asdict(p),
+                    **_fields(p, s.machine is not None),
                     "barrier_after": p.key in barriers,
                     "bytes_per_step": {t: round(phase_bytes(s.spec, p, t)) for t in step_sizes(s)},
                 }
@@ -102,28 +107,59 @@ def _check_svg(path: Path, source: Path | None) -> None:
         raise UserError(f"cannot write {path}: a file that is not an SVG picture is in the way; choose another name")
 
 
-def read(path: Path) -> Graph:
-    """The schedule of a recipe (.yaml, .yml) or of an artifact. UserError when it is neither, or of another version."""
+def read(path: Path, target: str | None = None, kernel: str | None = None) -> Graph:
+    """The schedule of a recipe (.yaml, .yml) or of an artifact on one of its targets: "cpu", "gpu", or its name; CPUs'
+    where it has one. kernel: of those that a GPU has, by default the one that runs every step.
+
+    UserError when it is neither, of another version, or has no such target or kernel.
+    """
     if path.suffix in (".yaml", ".yml"):
         from mkpack import plan as planner
 
         plan = planner.plan(path)
+        chosen = _target(path, plan.targets, target)
+        layout = plan.layouts["cuda"] if chosen in GRID else plan.layout
         limits = plan.recipe.limits
-        return _graph(plan.recipe.name, plan.layout, limits.context, limits.tokens_per_step, path)
+        return _graph(plan.recipe.name, layout, limits.context, limits.tokens_per_step, path, chosen, kernel)
     from mkpack.artifact import open_artifact
 
     with open_artifact(path) as artifact:
         m = artifact.manifest
-    layout = layout_of(m)
-    if layout is None or layout.sections != m.sections.get("cpu", layout.sections):
+    chosen = _target(path, tuple(m.kernels), target)
+    read_by: LayoutName = "cuda" if chosen in GRID else "cpu"
+    made = cuda_layout_of(m) if read_by == "cuda" else layout_of(m)
+    if made is None or made.sections != m.sections.get(read_by, made.sections):
         raise UserError(f"{path}: its sections are not those of this version of mkpack; rebuild it to see its schedule")
-    return _graph(m.name, layout, m.limits.context, m.limits.tokens_per_step, path)
+    return _graph(m.name, made, m.limits.context, m.limits.tokens_per_step, path, chosen, kernel)
 
 
-def _graph(name: str, layout: Layout, context: int, tokens: int, source: Path) -> Graph:
-    found = schedule.cpu_schedule(layout.spec, layout.sections, layout.tp, context, tokens)
+def _target(path: Path, targets: tuple[str, ...], wanted: str | None) -> str:
+    """The target to show; "cpu" for those of CPUs, which have one schedule."""
+    gpus = [t for t in targets if t in GRID]
+    found = {t: t if t in GRID else "cpu" for t in targets} | ({"gpu": gpus[0]} if gpus else {})
+    if len(gpus) < len(targets):
+        found["cpu"] = "cpu"
+    if wanted is None:
+        return found.get("cpu", "") or gpus[0]
+    if wanted not in found:
+        raise UserError(f"--target {wanted}: {path} has no such target, but {', '.join(sorted(found))}")
+    return found[wanted]
+
+
+def _graph(
+    name: str, layout: Layout | CudaLayout, context: int, tokens: int, source: Path, target: str, kernel: str | None
+) -> Graph:
+    if isinstance(layout, CudaLayout):
+        kernels = schedule.cuda_schedules(layout, context, target)
+    else:
+        kernels = (schedule.cpu_schedule(layout.spec, layout.sections, layout.tp, context, tokens, target),)
+    names = tuple(s.kernel for s in kernels)
+    if kernel is not None and kernel not in names:
+        has = ", ".join(f'"{n}"' for n in names if n) or "just one"
+        raise UserError(f"--kernel {kernel}: target {target} has no such kernel; it has {has}")
+    found = kernels[0 if kernel is None else names.index(kernel)]
     schedule.check(found)
-    return Graph(name, found, source)
+    return Graph(name, found, names, source)
 
 
 def step_sizes(s: Schedule) -> tuple[int, ...]:
@@ -138,22 +174,27 @@ def _lines(graph: Graph, layer: int | None) -> Iterator[str]:
     s, tokens = graph.schedule, step_sizes(graph.schedule)
     groups = graph.groups() if layer is None else [[layer]]
     count, most = len(s.spec.layers), tokens[-1]
-    yield f"{graph.name}: {plural(count, 'layer')}, {len(s.phases)} phases, {plural(s.tp, 'rank')}, target {s.target}"
+    where = f"target {s.target}" + (f", {s.machine.workers} SMs" if s.machine else "")
+    yield f"{graph.name}: {plural(count, 'layer')}, {len(s.phases)} phases, {plural(s.tp, 'rank')}, {where}"
+    if s.machine:
+        others = [f'"{k}"' for k in graph.kernels if k != s.kernel]
+        yield f"kernel: {s.kernel}" + (f" (others, by --kernel: {', '.join(others)})" if others else "")
     yield f"limits: context {s.context:,}, {plural(most, 'token')} a step; waits, buffers and sections are proven"
     yield "bound: " + ", ".join(f"{size(graph.bound(t))} a step of {plural(t, 'token')}" for t in tokens)
     cache = sum(phase_bytes(s.spec, p, 1, 1) for p in s.phases) - graph.bound(1)
     yield f"       and {size(cache)} of keys and values for every position in the cache"
     shown: list[tuple[str, list[Phase], int]] = []
-    if layer is None:
-        shown.append(("before the layers", list(s.phases[:1]), 1))
+    first = next(i for i, p in enumerate(s.phases) if p.layer is not None)
+    if layer is None and first:
+        shown.append(("before the layers", list(s.phases[:first]), 1))
     for group in groups:
         shown.append((f"layer{'s' if len(group) > 1 else ''} {ranges(group)}", s.layer(group[-1]), len(group)))
     if layer is None:
-        shown.append(("after the layers", [p for p in s.phases if p.optional], 1))
+        shown.append(("after the layers", [p for p in s.phases[first:] if p.layer is None], 1))
     for title, chosen, _ in shown:
         yield f"\n{title}"
         rows = [["phase", "items", "reads", "writes", "waits for"]]
-        rows += [[p.name, items(p.items), _reads(p), _writes(s, p), _waits(p)] for p in chosen]
+        rows += [[p.name, items(p.items, s), _reads(p), _writes(s, p), _waits(p)] for p in chosen]
         yield from _table(rows)
     head = [f"T={t}" for t in tokens] + [f"share T={t}" for t in tokens]
     rows = [["layers", "phase", "sections in streaming order", "stored", *head]]
@@ -161,18 +202,43 @@ def _lines(graph: Graph, layer: int | None) -> Iterator[str]:
         rows += [_bytes_row(graph, title, p, times) for p in chosen if p.sections]
     yield "\nbytes read per step (all layers of a line together; gate_up and down: of experts as expected to be chosen)"
     yield from _table(rows, right=3)
-    yield "\nbuffers (* updated in place; sizes at the limits, of private and published ones a thread's)"
+    worker = worker_of(s)
+    yield f"\nbuffers (* updated in place; sizes at the limits, of private and published ones {worker}'s)"
     rows = [["buffer", "holds", "elements", "bytes", "valid for a", "used by"]]
     used = {u.buffer for _, chosen, _ in shown for p in chosen for u in (*p.reads, *p.writes, *p.updates)}
     rows += [
-        [b.name, b.holds, f"{b.elements:,} {b.dtype}", size(b.nbytes), b.lifetime, _SCOPES[b.scope]]
+        [b.name, b.holds, f"{b.elements:,} {b.dtype}", size(b.nbytes), b.lifetime, _scopes(s)[b.scope]]
         for b in s.buffers
         if b.name in used
     ]
     yield from _table(rows)
+    if s.machine:
+        for title, table in graph_gpu.tables(s, s.machine, [p for _, chosen, _ in shown for p in chosen]):
+            yield f"\n{title}"
+            yield from _table(table)
 
 
-_SCOPES = {"shared": "all threads", "private": "its thread", "published": "its thread, then thread 0"}
+def worker_of(s: Schedule) -> str:
+    """What runs items, with its article."""
+    return "an SM" if s.machine else "a thread"
+
+
+def _scopes(s: Schedule) -> dict[str, str]:
+    who = "SM" if s.machine else "thread"
+    return {
+        "shared": f"all {who}s",
+        "private": f"its {who}",
+        "published": f"its {who}, then {who} 0",
+        "words": f"{who}s that wait for them",
+        "ordered": f"{who}s that words told",
+    }
+
+
+def _fields(p: Phase, gpu: bool) -> dict[str, object]:
+    """A phase for JSON."""
+    if gpu:
+        return asdict(p)
+    return {k: v for k, v in asdict(p).items() if k not in ("feeds", "loads", "puts", "takes", "epoch", "meets")}
 
 
 def _bytes_row(graph: Graph, title: str, p: Phase, times: int) -> list[str]:
@@ -184,10 +250,10 @@ def _bytes_row(graph: Graph, title: str, p: Phase, times: int) -> list[str]:
     return [name, p.name, kinds, size(times * p.nbytes), *map(size, counts), *shares]
 
 
-def items(i: Items) -> str:
+def items(i: Items, s: Schedule) -> str:
     """Work items as text: "192 x 16 rows of q, k or v"."""
     per = f" per {i.per}" if i.per else ""
-    alone = ", one thread" if i.workers == "first" else ""
+    alone = f", one {worker_of(s).split()[1]}" if i.workers == "first" else ""
     return f"{i.count} x {i.what}{per}{alone}"
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 from xml.sax.saxutils import escape, quoteattr
 
-from mkpack.graph import items, kind, plural, ranges, size, step_sizes, wait
+from mkpack.graph import items, kind, plural, ranges, size, step_sizes, wait, worker_of
 from mkpack.schedule import Buffer, Phase, Schedule, phase_bytes
 
 if TYPE_CHECKING:
@@ -68,13 +68,18 @@ class _Picture:
             f"{size(sum(phase_bytes(self.s.spec, p, t) for p in self.phases))} read by a step of {plural(t, 'token')}"
             for t in step_sizes(self.s)
         )
-        target = f"{same}; {plural(self.s.tp, 'rank')} on {self.s.target}"
+        where = (
+            f"{self.s.kernel} on {self.s.target}"
+            if self.s.kernel
+            else f"{plural(self.s.tp, 'rank')} on {self.s.target}"
+        )
+        target = f"{same}; {where}"
         yield _text(_MARGIN, 58, f"{target}; {size(stored)} of weights, {read}", 12, _SOFT)
 
     def _box(self, column: int, p: Phase) -> Iterator[str]:
         x, width = self.left(column), self.pitch - _GAP
         colour, chars = _COLOURS[column % len(_COLOURS)], int(width / 6.7)
-        yield f"<g><title>{escape(f'{p.key}: {items(p.items)}')}</title>"
+        yield f"<g><title>{escape(f'{p.key}: {items(p.items, self.s)}')}</title>"
         yield _rect(x, _BOX_TOP, width, _BOX, "#f6f8fa", colour, 5)
         yield _rect(x, _BOX_TOP, width, 26, colour, colour, 5)
         yield _text(x + width / 2, _BOX_TOP + 18, p.name, 13, "#ffffff", "middle", bold=True)
@@ -108,7 +113,7 @@ class _Picture:
         for row, buffer in enumerate(self.lanes):
             y = self.lane_top + row * _LANE
             yield _text(_MARGIN, y + 1, buffer.name, 12, bold=True)
-            of = " a thread" if buffer.scope != "shared" else ""
+            of = f" {worker_of(self.s)}" if buffer.scope in ("private", "published") else ""
             yield _text(_MARGIN, y + 13, f"{size(buffer.nbytes)}{of}", 10, _SOFT)
             dash = ' stroke-dasharray="6 4"' if buffer.scope == "private" else ""
             for start, end in self._spans(buffer):
@@ -142,12 +147,18 @@ class _Picture:
             yield from self._mark(x, y, role, _SOFT)
             yield _text(x + 14, y + 4, words, 11, _SOFT)
             x += 40 + 6.6 * len(words)
-        for dash, words in (("", "barrier of all threads"), ("3 4", "runs where the last item before it arrives")):
+        if any(w.by == "words" for p in self.phases for w in p.waits):
+            waits = [("3 4", "polls for the words that it reads")]
+        elif self.s.machine:
+            waits = [("", "barrier of all SMs")]
+        else:
+            waits = [("", "barrier of all threads"), ("3 4", "runs where the last item before it arrives")]
+        for dash, words in waits:
             yield f'<path d="M{x} {y - 9}v18" stroke="{_SOFT}" stroke-width="2" stroke-dasharray="{dash or "none"}"/>'
             yield _text(x + 10, y + 4, words, 11, _SOFT)
             x += 36 + 6.6 * len(words)
         yield f'<path d="M{x} {y}h26" stroke="{_SOFT}" stroke-width="1.5" stroke-dasharray="6 4"/>'
-        yield _text(x + 34, y + 4, "a thread's own", 11, _SOFT)
+        yield _text(x + 34, y + 4, f"{worker_of(self.s)}'s own", 11, _SOFT)
 
     def _bars(self) -> Iterator[str]:
         """One bar a step size, all to one scale: what each phase reads of its weights."""

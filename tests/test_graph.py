@@ -12,13 +12,14 @@ import builds
 import families
 import kernels
 import pytest
+from cuda_models import cuda_layout, cuda_spec
 from hypothesis import given, settings
 from test_layout import layouts
 
 from mkpack import cli, graph, plan, schedule
 from mkpack.errors import InternalError, UserError
 from mkpack.layout import Layout
-from mkpack.schedule import bytes_per_step
+from mkpack.schedule import bytes_per_step, cuda_step
 from mkpack.spec import LayerSpec
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -208,3 +209,84 @@ def test_a_schedule_that_does_not_hold_stops_everything(recipe, monkeypatch, com
     monkeypatch.setattr(schedule.cpu, "_Step", Broken)
     with pytest.raises(InternalError, match="layers.0.output waits for layers.0.combine, which is no phase"):
         command(recipe)
+
+
+# -- GPUs --------------------------------------------------------------------------------------------------------------
+
+
+def gpu(kernel: int = 0) -> graph.Graph:
+    layout = cuda_layout(cuda_spec(layers=[LayerSpec(moe=True)] * 2, moe={"intermediate_size": 768}))
+    found = schedule.cuda_schedules(layout, 1000, "sm_90a")
+    return graph.Graph("tiny & <small>", found[kernel], tuple(s.kernel for s in found))
+
+
+def test_tables_of_a_gpu():
+    text = gpu().render()
+    assert "target sm_90a, 132 SMs" in text and "decode_kernel, drawn" in text
+    assert [r[0] for r in rows(text, "layers 0-1")] == ["phase", *(p.name for p in gpu().schedule.layer(0))]
+    assert [r[0] for r in rows(text, "before")] == ["phase", "embed"]
+    assert [r[0] for r in rows(text, "after")] == ["phase", "head", "sample", "token"]
+    streams = [r[:3] for r in rows(text, "streams")]
+    assert ["dense", "qkv", "dense"] in streams and ["expert", "gate_up", "experts"] in streams
+    machine = gpu().schedule.machine
+    memory = rows(text, "shared memory of an SM")
+    assert len(memory) == len(machine.regions) + 1 and memory[1][:4] == ["0", "65,536", "dense", "ring"]
+    assert rows(text, "registers")[1:] == [
+        ["4", "streams", "and", "watches", "64", "8,192"],
+        ["16", "computes", "104", "53,248"],
+    ]
+    assert "\nwords" not in text
+    words = rows(gpu(2).render(), "words")
+    assert ["x_mid", "output", "128", "router", "132", "2,048", "4"] in words
+    assert ["x_token", "sample", "1", "token", "132", "1", "1"] in words
+    # 132 SMs share 96 tiles of 8 experts
+    assert next(r for r in rows(gpu(2).render(), "streams") if r[1] == "gate_up")[-8:-6] == ["5", "-"]
+
+
+def test_json_of_a_gpu():
+    document = json.loads(gpu(1).to_json(1))
+    assert document["kernel"] == "decode_kernel" and document["machine"]["sms"] == 132
+    qkv = document["phases"][0]
+    assert qkv["feeds"][0]["bounds"][-1] == 640 and qkv["puts"][0]["bounds"][-1] == 5120
+    assert sum(r["bytes"] for r in document["machine"]["regions"]) > document["machine"]["shared_bytes"] - 128
+
+
+@pytest.mark.parametrize("kernel", [0, 2])
+def test_the_picture_of_a_gpu(kernel):
+    root = ElementTree.fromstring(gpu(kernel).svg(1))
+    texts = [t.text for t in root.iter(f"{SVG}text")]
+    assert {p.name for p in gpu().schedule.layer(1)} <= set(texts)
+    assert ("barrier of all SMs" in texts) == (kernel == 0)
+    assert ("polls for the words that it reads" in texts) == (kernel == 2)
+    titles = [t.text for t in root.iter(f"{SVG}title")]
+    assert f"down waits for gate_up{' (words)' if kernel else ''}" in titles
+
+
+def test_targets_and_kernels_are_chosen(tmp_path, monkeypatch, capsys):
+    shape = {"hidden_size": 64, "head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    checkpoint = families.make_checkpoint(tmp_path / "checkpoint", "qwen3_moe", **shape)
+    path = builds.write_recipe(tmp_path / "recipe.yaml", checkpoint, targets=["native", "sm_90a"])
+    assert graph.read(path).schedule.machine is None
+    found = graph.read(path, "gpu")
+    assert (found.schedule.target, found.kernels) == ("sm_90a", ("step_kernel",)) and found == graph.read(
+        path, "sm_90a"
+    )
+    code, out, _ = call(monkeypatch, capsys, path, "--target", "gpu", "--kernel", "step_kernel")
+    assert code == 0 and out.rstrip("\n") == found.render()
+    code, _, err = call(monkeypatch, capsys, path, "--target", "sm_100a")
+    assert code == 2 and "--target sm_100a" in err and "cpu, gpu, sm_90a, x86-64" in err
+    code, _, err = call(monkeypatch, capsys, path, "--target", "gpu", "--kernel", "decode_kernel")
+    assert code == 2 and 'target sm_90a has no such kernel; it has "step_kernel"' in err
+    only = builds.write_recipe(tmp_path / "only.yaml", checkpoint, targets=["sm_90a"])
+    assert graph.read(only).schedule.target == "sm_90a"
+
+
+def test_a_schedule_of_a_gpu_that_does_not_hold_stops_everything(tmp_path, monkeypatch):
+    shape = {"hidden_size": 64, "head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    checkpoint = families.make_checkpoint(tmp_path / "checkpoint", "qwen3_moe", **shape)
+    path = builds.write_recipe(tmp_path / "recipe.yaml", checkpoint, targets=["sm_90a"])
+    phases = cuda_step.Step.phases
+    monkeypatch.setattr(cuda_step.Step, "phases", lambda self: [p for p in phases(self) if p.name != "combine"])
+    for command in (graph.read, plan.plan):
+        with pytest.raises(InternalError, match="schedule for sm_90a, step_kernel is wrong"):
+            command(path)

@@ -54,6 +54,8 @@ class _Exchange:
         self.contents: dict[tuple[str, int | None], _Content] = {}
 
     def problems(self) -> Iterator[str]:
+        for p in self.phases:
+            yield from self._told(p)
         for step in range(STEPS):
             for place, p in enumerate(self.phases):
                 now = step * len(self.phases) + place
@@ -71,6 +73,16 @@ class _Exchange:
                 for put in p.puts:
                     yield from self._put(now, epoch, p, put)
                 self._forget()
+
+    def _told(self, p: Phase) -> Iterator[str]:
+        """Whether a phase says of every buffer of words or ordered memory that it uses who touches what."""
+        for verb, uses, names in (
+            ("reads", (*p.reads, *p.updates), {t.buffer for t in p.takes}),
+            ("writes", (*p.writes, *p.updates), {put.buffer for put in p.puts}),
+        ):
+            found = {u.buffer for u in uses if self.buffers[u.buffer].scope in ("words", "ordered")}
+            for name in sorted(found ^ names):
+                yield f"{p.key} {verb} {name}, but {'no worker does' if name in found else 'only its workers say so'}"
 
     def _key(self, buffer: Buffer, p: Phase, epoch: int) -> tuple[str, int | None]:
         if buffer.scope == "words":

@@ -213,8 +213,8 @@ class Phase:
 
 @dataclass(frozen=True)
 class Ring:
-    """Pages of shared memory between a thread that streams weights and the worker that uses them. It takes the feeds of
-    all phases in their order, steps after steps."""
+    """Pages of shared memory between a thread that streams weights (or several that take pages in turn) and the worker
+    that uses them. It takes the feeds of all phases in their order, step after step."""
 
     name: str
     slots: int

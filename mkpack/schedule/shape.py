@@ -43,7 +43,7 @@ _SAMPLER_LIST, _SAMPLER_SEEN = 2048, 1 << 18
 SAMPLER_BYTES = align(max(_SAMPLER_SEEN // 8, 12 * _SAMPLER_LIST, 8 * _SAMPLER_LIST) + WARPS * 12 + 8 + 12, 8)
 
 
-Uses = dict[tuple[str, ...], int]  # bytes that phases need, () all of them
+Uses = dict[str, tuple[int, tuple[str, ...]]]  # name -> bytes, and the phases that use them, () all
 
 
 class Shape:
@@ -124,15 +124,23 @@ class Shape:
         return ceil_div(tokens * self.group, 16)
 
     def _scratch(self, tokens: int) -> Uses:
-        """Bytes that phases have of the part they use in turn, by phases."""
+        """The part that phases use in turn."""
         blocks, scores = self._blocks(tokens), 16 * 16 + 16 * 36 * 2
         queries = blocks * 16 * (self.head_dim + 8) * 2 + SQUADS * ceil_div(blocks, SQUADS) * scores
+        queries += 4 * self.tile_kv + 16
+        outputs = SQUADS * 16 * (self.head_dim * 4 + 8)
         return {
-            ("router", "choose", "gate_up"): tokens * (self.hidden + 8) * 2,  # input of gate/up
-            ("attention",): max(queries + 4 * self.tile_kv + 16, SQUADS * 16 * (self.head_dim * 4 + 8)),
-            ("qkv", "output", "head"): DENSE_CHUNK * WARPS * PAGE_ROWS * (16 if tokens > 8 else 8) * 4,
-            ("down",): self.down_copies * tokens * self.top_k * self.owned_units * OWNED_ROWS * 4,
-            ("sample",): SAMPLER_BYTES,
+            "input of gate_up": (tokens * (self.hidden + 8) * 2, ("router", "choose", "gate_up")),
+            "queries, scores and outputs": (max(queries, outputs), ("attention",)),
+            "partial sums": (
+                DENSE_CHUNK * WARPS * PAGE_ROWS * (16 if tokens > 8 else 8) * 4,
+                ("qkv", "output", "head"),
+            ),
+            "products of experts": (
+                self.down_copies * tokens * self.top_k * self.owned_units * OWNED_ROWS * 4,
+                ("down",),
+            ),
+            "sampler": (SAMPLER_BYTES, ("sample",)),
         }
 
     def _step_tokens(self) -> int:
@@ -141,7 +149,7 @@ class Shape:
         fixed += self.experts * 6 + 4096
         tokens = MAX_TOKENS
         while tokens > 1 and (
-            fixed + max(self._scratch(tokens).values()) > SHARED_LIMIT or self._blocks(tokens) > 2 * SQUADS
+            fixed + max(self._scratch(tokens).values())[0] > SHARED_LIMIT or self._blocks(tokens) > 2 * SQUADS
         ):
             tokens //= 2
         return tokens
@@ -152,7 +160,9 @@ class Shape:
         s.add("expert ring", STEP_SLOTS * self.slot_bytes, 1)
         s.overlay(self._scratch(self.step_tokens), 128)
         partial = 2 * 16 * 8 * 4 * WARPS
-        s.overlay({("gate_up",): partial, ("router", "choose"): self.experts * ceil_div(pairs, 32) * 4}, 4, partial)
+        masks = self.experts * ceil_div(pairs, 32) * 4
+        uses = {"halves of SwiGLU": (partial, ("gate_up",)), "masks of choices": (masks, ("router", "choose"))}
+        s.overlay(uses, 4, partial)
         s.add("residual", MAX_TOKENS * self.owned_units * OWNED_ROWS * 4, 4)
         s.add("router sums", 16 * WARPS * 4, 4)
         s.add("1/rms", MAX_TOKENS * 4, 4)
@@ -160,7 +170,7 @@ class Shape:
             *(("expert of a pair", pairs, 2), ("weight of a pair", pairs, 4), ("active experts", self.experts, 2)),
             *(("first pair of an expert", self.experts + 1, 2), ("pairs by expert", pairs, 2)),
             *(("counts", WARPS, 4), ("active", 1, 4), ("best values", team, 4), ("best rows", team, 4)),
-            *(("the running step", 11, 4), ("barriers", 4 * STEP_SLOTS, 8)),
+            *(("the running step", 14, 4), ("barriers", 4 * STEP_SLOTS, 8)),
         ):
             s.add(name, count * width, width)
         rings = (Ring("dense", STEP_SLOTS, PAGE_BYTES), Ring("expert", STEP_SLOTS, self.slot_bytes))
@@ -175,9 +185,14 @@ class Shape:
         s.add("dense ring", DENSE_SLOTS * PAGE_BYTES, 128)
         # SM 0 draws a token where no expert's page can be.
         ring = EXPERT_SLOTS * self.pair_tile
-        s.overlay({("choose", "gate_up", "down"): ring, ("sample",): SAMPLER_BYTES}, 1, ring)
+        s.overlay(
+            {"expert ring": (ring, ("choose", "gate_up", "down")), "sampler": (SAMPLER_BYTES, ("sample",))}, 1, ring
+        )
         s.add("input", WARPS * 192 * 4, 4)
-        s.overlay({("qkv", "gate_up", "head"): WARPS * wide * 4, ("attention",): 8 * (8 * KV_TILE + 4) * 4}, 4)
+        scores = 8 * (8 * KV_TILE + 4) * 4
+        s.overlay(
+            {"partial sums": (WARPS * wide * 4, ("qkv", "gate_up", "head")), "scores": (scores, ("attention",))}, 4
+        )
         s.add("partial sums of output and down", WARPS * (self.owned_units * OWNED_ROWS + 2) * 4, 4)
         s.add("q, new k and v", (8 * (self.head_dim + 32) + 2 * self.head_dim) * 2, 2)
         s.add("maxima of scores", WARPS * 8 * 4, 4)
@@ -203,14 +218,13 @@ class _Struct:
         self._end = 0
 
     def add(self, name: str, nbytes: int, alignment: int) -> None:
-        self.overlay({(): nbytes}, alignment, name=name)
+        self.overlay({name: (nbytes, ())}, alignment)
 
-    def overlay(self, uses: Uses, alignment: int, nbytes: int | None = None, name: str = "") -> None:
-        """Bytes that several phases use in turn: the most that any of them needs, or `nbytes`."""
+    def overlay(self, uses: Uses, alignment: int, nbytes: int | None = None) -> None:
+        """Bytes that phases use in turn: the most that any of them needs, or `nbytes`."""
         at = align(self._end, alignment)
-        for live, size in uses.items():
-            self.regions.append(Region(name or f"of {', '.join(live)}", at, size, live))
-        self._end = at + (max(uses.values()) if nbytes is None else nbytes)
+        self.regions += [Region(name, at, size, live) for name, (size, live) in uses.items()]
+        self._end = at + (max(uses.values())[0] if nbytes is None else nbytes)
 
     def nbytes(self, alignment: int) -> int:
         return align(self._end, alignment)

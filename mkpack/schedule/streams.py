@@ -212,11 +212,12 @@ def _shared(schedule: Schedule, machine: Machine) -> Iterator[str]:
             both = (set(a.live) or names) & (set(b.live) or names)
             if both:
                 yield f"shared memory: {a.name} and {b.name} share bytes, and {', '.join(sorted(both))} uses both"
-    rings = {r.name: r.slots * r.page_bytes for r in machine.rings}
-    for name, nbytes in rings.items():
-        used = {p.name for p in schedule.phases if any(f.ring == name for f in p.feeds)}
-        if not any(nbytes <= r.nbytes and used <= (set(r.live) or names) for r in machine.regions):
-            yield f"shared memory: ring {name} of {nbytes} bytes has no region"
+    regions = {r.name: r for r in machine.regions}
+    for ring in machine.rings:
+        used = {p.name for p in schedule.phases if any(f.ring == ring.name for f in p.feeds)}
+        nbytes, region = ring.slots * ring.page_bytes, regions.get(f"{ring.name} ring")
+        if region is None or region.nbytes < nbytes or not used <= (set(region.live) or names):
+            yield f"shared memory: ring {ring.name} of {nbytes} bytes has no region of its own"
     if machine.shared_bytes > SHARED_LIMIT:
         yield f"shared memory: {machine.shared_bytes} bytes, a block can have {SHARED_LIMIT}"
 
