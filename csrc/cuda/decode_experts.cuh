@@ -87,7 +87,7 @@ __device__ __forceinline__ void decode_pair(DecodeBlock& b, ExpertRing& ring, co
   team_sync<kTeam>();
   if (b.warp < units) {  // warp u finishes tile u
     const int unit = u0 + b.warp, slot = unit / kPairUnits, pair = b.lane & 7;
-    const float2 scales = *(const float2*)&b.s.expert_scale[b.layer & 1][slot];
+    const float2 scales = *(const float2*)&b.s.expert_scale[b.epoch & 1][slot];
     const float rms = kNvfp4Scale * inverse_rms(b.s.squares[1]);
     float gate = sum_partials(b.s.big, 16 * b.warp + pair, b.lane >> 3) * (scales.x * rms);
     float up = sum_partials(b.s.big, 16 * b.warp + 8 + pair, b.lane >> 3) * (scales.y * rms);
@@ -109,13 +109,13 @@ __device__ __forceinline__ void decode_down(DecodeBlock& b, ExpertRing& ring) {
   const uint64_t* src = b.copy(kXExperts, kExpertWords) + b.warp * kWords + 2 * b.lane;
   const int slot = b.warp / 2, half = b.warp % 2;
   // Softmax over the chosen logits, which still lack 1/rms, times the tensor's scale.
-  const float* logits = b.s.expert_logit[b.layer & 1];
+  const float* logits = b.s.expert_logit[b.epoch & 1];
   const float weight = __expf((logits[b.lane % kTopK] - logits[0]) * inverse_rms(b.s.squares[1]));
   float sum = weight;
 #pragma unroll
   for (int i = 1; i < kTopK; i *= 2) sum += __shfl_xor_sync(~0u, sum, i);
   const float scale =
-      __fdividef(__shfl_sync(~0u, weight, slot), sum) * kNvfp4Scale * b.s.expert_scale[b.layer & 1][slot].z;
+      __fdividef(__shfl_sync(~0u, weight, slot), sum) * kNvfp4Scale * b.s.expert_scale[b.epoch & 1][slot].z;
   ulonglong2 v[kPairs];
   b.wait([&] {
     bool ready = true;

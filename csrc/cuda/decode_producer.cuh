@@ -109,8 +109,8 @@ __device__ __forceinline__ void sum_logits(DecodeBlock b) {
 template <bool kDebug>
 __device__ __forceinline__ bool choose_experts(const DecodeBlock& b) {
   const volatile int32_t& quit = b.s.quit;
-  int32_t* chosen = b.s.expert_id[b.layer & 1];
-  float* logits = b.s.expert_logit[b.layer & 1];
+  int32_t* chosen = b.s.expert_id[b.epoch & 1];
+  float* logits = b.s.expert_logit[b.epoch & 1];
   b.stamp<kDebug>(kPhaseChoose, 0);
   // Rehearsed when this SM has done its part of the router: then the logits are an exchange away.
   while (*(const volatile uint32_t*)&b.s.progress < b.epoch * kPhases + kPhaseRouter && !quit) __nanosleep(20);
@@ -185,7 +185,7 @@ __device__ __forceinline__ void decode_produce_experts(DecodeBlock b) {
   for (; b.step < b.p.steps; b.step++) {
     for (b.layer = 0; b.layer < kLayers; b.layer++, b.epoch++) {
       if (!choose_experts<kDebug>(b)) return;  // nothing is under way then: consumers leave only between steps
-      const int32_t* id = b.s.expert_id[b.layer & 1];
+      const int32_t* id = b.s.expert_id[b.epoch & 1];
       const uint8_t* w = b.p.experts + (int64_t)b.layer * kExperts * kExpertBytes;
       auto pair_pages = [&](int first, int last) {
 #pragma unroll 1
@@ -199,7 +199,7 @@ __device__ __forceinline__ void decode_produce_experts(DecodeBlock b) {
       __syncwarp();
       chosen_arrive<kTeam + 32>();
       if (b.lane < kTopK)
-        b.s.expert_scale[b.layer & 1][b.lane] = __ldg(&b.p.expert_scales[b.layer * kExperts + id[b.lane]]);
+        b.s.expert_scale[b.epoch & 1][b.lane] = __ldg(&b.p.expert_scales[b.layer * kExperts + id[b.lane]]);
       __syncwarp();
       if (b.lane == 0) {
         pair_pages(u0 + kFirstPages, u1);
