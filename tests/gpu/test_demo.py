@@ -35,7 +35,8 @@ def greedy(cpu, demo, prompts):
     """(GPU, CPU): 64 greedy tokens of every prompt."""
     found = []
     for built in (demo, cpu):
-        tokens, seconds = jobs.run("generations", built, prompts, NEW, [{}], limit=150)
+        limit = 240 if built is cpu else 60
+        tokens, seconds = jobs.run("generations", built, prompts, NEW, [{}], limit=limit)
         found.append((tokens, seconds))
     return found
 
@@ -181,7 +182,9 @@ def test_beside_a_process_that_has_the_memory(demo_folder, holding, say):
     with holder.running(holding, "memory", 20):
         text = jobs.run("load_error", demo_folder, "gpu", limit=60)
     say(text)
-    assert "out of memory" in text and "end other programs on the GPU" in text
+    # What is left may be too little for CUDA itself.
+    assert text.startswith("UserError") and "out of memory" in text
+    assert "end other programs on the GPU" in text or "which another process may hold" in text
 
 
 def test_no_visible_gpu(demo_folder, rehearsal, say):

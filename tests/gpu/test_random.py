@@ -15,6 +15,13 @@ TOLERANCE = 2e-2  # bf16 inputs of every product; one position may be twice as f
 SANITIZER = ("/usr/local/cuda/bin/compute-sanitizer", "/usr/local/cuda/compute-sanitizer/compute-sanitizer")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def side_by_side(compiled, rehearsal):
+    """Compiles what is missing at once; on the emulated machine only what a test wants."""
+    if not rehearsal:
+        compiled.compile(SMALL.values())
+
+
 def prompt_of(name: str, rehearsal: bool) -> list[int]:
     model = SMALL[name]
     count = min(model.prompt, 20) if rehearsal else model.prompt
