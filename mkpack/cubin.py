@@ -14,7 +14,7 @@ from mkpack.errors import InternalError
 INSTRUCTION_CACHE = 128 << 10
 # Functions that kernels call once a token or less, and nvcc's own for quotients out of the ordinary. Whatever else a
 # kernel calls counts as part of its layers.
-SELDOM = ("step_token", "scan", "list_weight", "list_find", "sort_list", "sum_runs", "collect")
+SELDOM = ("scan", "list_weight", "list_find", "sort_list", "sum_runs", "collect")
 _SLOW_PATH = re.compile(r"\$__internal_\d+_\$__cuda_\w+_slowpath")
 # The kernels of a model in the order in which model.cu writes the shared memory of their launches.
 LAUNCHED = ("step_kernel", "decode_kernel")

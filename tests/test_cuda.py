@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from cuda_models import cuda_layout, cuda_spec
 
-from mkpack import abi, compile, cubin, platform
+from mkpack import abi, compile, cubin, platform, schedule
 from mkpack.codegen_cuda import cuda_header
 from mkpack.compile import CUDA_TARGETS, Unit, compile_kernels, cuda_flags
 from mkpack.errors import InternalError, UserError
-from mkpack.layout_cuda import GRID
+from mkpack.layout_cuda import GRID, CudaLayout
 from mkpack.manifest import Limits
 from mkpack.spec import LayerSpec, RopeSpec
 
@@ -26,11 +26,17 @@ NVCC = platform.nvcc()
 needs_nvcc = pytest.mark.skipif(NVCC is None, reason="no nvcc in CUDA_HOME, on the PATH or in /usr/local/cuda")
 
 
-def header(target: str) -> str:
-    """model.h of the shape the kernel was written for: Qwen3-30B-A3B."""
+def header_layout() -> CudaLayout:
+    """The shape the kernels were tuned for: Qwen3-30B-A3B."""
     layers, rope = (LayerSpec(moe=True),) * 48, RopeSpec(inv_freq=tuple(float(1e6 ** -(i / 64)) for i in range(64)))
-    spec = cuda_spec(layers=layers, moe={"intermediate_size": 768}, vocab_size=151936, rope=rope, rms_norm_eps=1e-6)
-    return cuda_header(cuda_layout(spec), Limits(context=8192, tokens_per_step=16), target)
+    return cuda_layout(
+        cuda_spec(layers=layers, moe={"intermediate_size": 768}, vocab_size=151936, rope=rope, rms_norm_eps=1e-6)
+    )
+
+
+def header(target: str) -> str:
+    """model.h of it."""
+    return cuda_header(header_layout(), Limits(context=8192, tokens_per_step=16), target)
 
 
 def unit(target: str, name: str | None = None) -> Unit:
@@ -54,21 +60,25 @@ def built(tmp_path_factory):
 
 
 @pytest.mark.parametrize("target", CUDA_TARGETS)
-def test_resources_of_the_decode_kernel(built, target):
+def test_resources_of_the_kernels(built, target):
     kernel = built[target]
     assert kernel.requires.keys() == {"gpu", "cuda", "sms", "system", "glibc"}
     assert (kernel.requires["gpu"], kernel.requires["sms"]) == (target, GRID[target])
     assert NVCC and kernel.requires["cuda"] == f"{NVCC.version.partition('.')[0]}.0"
     assert kernel.compiler == f"nvcc {NVCC.version}"
-    assert [r.kernel for r in kernel.resources] == ["decode_kernel<0>", "logits_kernel", "read_all"]
-    for r in kernel.resources:
-        assert (r.arch, r.stack, r.spill_stores, r.spill_loads) == (target, 0, 0, 0)
-    found = kernel.resources[0]
-    # 640 threads share 65536 registers; shared memory of a block ends at 227 KB; the code must stay in its cache.
-    assert 0 < found.registers <= 65536 // 640 // 8 * 8
-    assert 200_000 < found.shared <= 227 << 10
-    assert 20_000 < found.code < cubin.INSTRUCTION_CACHE
-    assert re.search(r"\d+ registers, 0 B stack, 0 B spilled, .* KB of code \(\d+% of", found.render())
+    found = {r.kernel: r for r in kernel.resources}
+    assert set(found) == {"decode_kernel<0, 0>", "decode_kernel<0, 1>", "read_all", "step_kernel<1>", "step_kernel<2>"}
+    layout = header_layout()
+    for s in schedule.cuda_schedules(layout, 8192, target):
+        assert s.machine
+        for r in (r for name, r in found.items() if name.partition("<")[0] == s.kernel.partition(",")[0]):
+            assert (r.arch, r.stack, r.spill_stores, r.spill_loads) == (target, 0, 0, 0)
+            assert r.registers == s.machine.launch_registers and r.shared == s.machine.shared_bytes
+            assert 0 < r.hot <= r.code and (r.warning is None) == (r.hot <= cubin.INSTRUCTION_CACHE)
+    greedy, drawn = found["decode_kernel<0, 0>"], found["decode_kernel<0, 1>"]
+    assert greedy.hot <= drawn.hot < cubin.INSTRUCTION_CACHE  # the layers of both are the same code
+    assert drawn.hot < drawn.code - 10_000  # the sampler's functions are not called in a layer
+    assert re.search(r"96 registers, 0 B stack, 0 B spilled, .* KB of code, .* KB of it hot \(\d+% of", greedy.render())
 
 
 def test_only_the_contract_is_exported(built):
@@ -113,16 +123,18 @@ def test_spills_fail_the_build(built):
     log = path.with_name("ptxas.log").read_text()
     spilled = log.replace("0 bytes spill stores, 0 bytes spill loads", "80 bytes spill stores, 96 bytes spill loads")
     assert spilled != log
-    with pytest.raises(InternalError, match=r"decode_kernel<0> for sm_90a spills 80 bytes in stores and 96 in loads"):
+    with pytest.raises(
+        InternalError, match=r"decode_kernel<0, 0> for sm_90a spills 80 bytes in stores and 96 in loads"
+    ):
         cubin.report(path.read_bytes(), spilled)
 
 
 def test_a_report_of_other_kernels_is_refused(built):
     path = built["sm_90a"].path
     log = path.with_name("ptxas.log").read_text()
-    with pytest.raises(InternalError, match=r"tells of the kernels none, but .* holds decode_kernel<0>, logits"):
+    with pytest.raises(InternalError, match=r"tells of the kernels none, but .* holds decode_kernel<0, 0>, dec"):
         cubin.report(path.read_bytes(), "")
-    with pytest.raises(InternalError, match="tells of the kernels decade_kernel<0>, logits_kernel, read_all, but"):
+    with pytest.raises(InternalError, match="tells of the kernels decade_kernel<0, 0>, decade_kernel<0, 1>, r"):
         cubin.report(path.read_bytes(), log.replace("decode_kernel", "decade_kernel"))
     with pytest.raises(InternalError, match="cannot read what ptxas says"):
         cubin.report(path.read_bytes(), log.replace("registers", "colours"))
@@ -130,8 +142,8 @@ def test_a_report_of_other_kernels_is_refused(built):
 
 @needs_nvcc
 def test_a_header_that_does_not_compile_is_quoted(tmp_path):
-    bad = Unit("bad", "sm_90a", unit("sm_90a").header.replace("kNormTopkProb = true", "kNormTopkProb = false"))
-    with pytest.raises(InternalError, match="not written for this model"):
+    bad = Unit("bad", "sm_90a", re.sub(r"(step_shared_bytes = \d+)", r"\1 + 1", unit("sm_90a").header))
+    with pytest.raises(InternalError, match=r"Shape.step_machine\(\) lists other members"):
         compile_kernels([bad], tmp_path)
 
 
@@ -170,15 +182,47 @@ ptxas info    : Compiling entry function '_Z8read_allPKhl' for 'sm_90a'
 ptxas info    : Function properties for _Z8read_allPKhl
     16 bytes stack frame, 0 bytes spill stores, 4 bytes spill loads
 ptxas info    : Used 22 registers, used 1 barriers, 16 bytes cumulative stack size, 64 bytes smem
+ptxas info    : Compile time = 7.611 ms
+ptxas info    : Function properties for _ZN2mk4scanEmPmi
+    8 bytes stack frame, 12 bytes spill stores, 20 bytes spill loads
 ptxas info    : Compiling entry function 'plain' for 'sm_90a'
 ptxas info    : Function properties for plain
     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
 ptxas info    : Used 8 registers, used 0 barriers
 """
-    assert list(cubin._read_ptxas(text, {"_Z8read_allPKhl": 640, "plain": 128})) == [
-        cubin.Resources("read_all", "sm_90a", 22, 16, 0, 4, 64, 640),
-        cubin.Resources("plain", "sm_90a", 8, 0, 0, 0, 0, 128),
+    assert list(cubin._read_ptxas(text, {"_Z8read_allPKhl": (640, 512), "plain": (128, 128)})) == [
+        cubin.Resources("read_all", "sm_90a", 22, 24, 12, 24, 64, 640, 512),  # what it calls is counted with it
+        cubin.Resources("plain", "sm_90a", 8, 0, 0, 0, 0, 128, 128),
     ]
+
+
+def test_hot_code_leaves_out_what_is_called_seldom():
+    kernel = "_ZN2mk11step_kernelILi1EEEvNS_10StepParamsEj"
+    seldom = {
+        f"${kernel}$_ZN38_INTERNAL_bc47c043_8_model_cu_907f8d502mk4scanEmPmi": True,
+        f"${kernel}$_ZN38_INTERNAL_bc47c043_8_model_cu_907f8d502mk7collectILi151936EEEiNS0_6LogitsIXT_EEE": True,
+        "$__internal_2_$__cuda_sm20_rcp_rn_f32_slowpath": True,
+        f"${kernel}$_ZN2mk8step_qkvERNS_9StepBlockE": False,
+        kernel: False,
+    }
+    assert {symbol: cubin._is_seldom(symbol, kernel) for symbol in seldom} == seldom
+    resources = cubin.Resources("step_kernel<1>", "sm_90a", 96, 0, 0, 0, 0, 200 << 10, 129 << 10)
+    assert resources.render().endswith("warning: the code of a layer may be 1.0 KB more than the cache holds")
+
+
+def test_functions_that_kernels_call_are_known():
+    """Whoever adds one says in cubin.SELDOM whether it runs once a token or less; otherwise it counts as hot."""
+    sources = "\n".join(path.read_text() for path in sorted((compile.sources() / "cuda").glob("*.cuh")))
+    called = re.findall(r"^MK_CALLED [\w<>]+ (\w+)\(", sources, re.MULTILINE)
+    assert set(called) == set(cubin.SELDOM)
+    assert sources.count("noinline") == 1, "functions that are called are marked MK_CALLED"
+
+
+def test_a_launch_with_too_few_registers_is_refused(built):
+    path = built["sm_90a"].path
+    log = path.with_name("ptxas.log").read_text()
+    with pytest.raises(InternalError, match=r"takes 96 registers a thread, and its warps deal out 104"):
+        cubin.report(path.read_bytes(), log, 104)
 
 
 def test_no_elf_is_refused():
