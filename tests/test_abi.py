@@ -6,6 +6,7 @@ import ctypes
 import re
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -98,6 +99,18 @@ def test_callback_type_equals_the_header():
     assert "typedef int32_t (*mk_token_callback)(void* user, int32_t token);" in " ".join(CODE.split())
     assert abi.TokenCallback._restype_ is ctypes.c_int32
     assert abi.TokenCallback._argtypes_ == (ctypes.c_void_p, ctypes.c_int32)
+
+
+def test_a_kernel_may_lack_what_is_optional_and_nothing_else():
+    def library(names: set[str]) -> SimpleNamespace:
+        return SimpleNamespace(**{name: SimpleNamespace() for name in names})
+
+    required = set(abi.FUNCTIONS) - abi.OPTIONAL
+    assert abi.OPTIONAL and abi.OPTIONAL < set(abi.FUNCTIONS)
+    bound = abi.bind(library(required))  # type: ignore[arg-type]
+    assert bound.mk_step.restype is ctypes.c_int32 and not hasattr(bound, "mk_trace")
+    with pytest.raises(AttributeError, match="mk_step"):
+        abi.bind(library(required - {"mk_step"}))  # type: ignore[arg-type]
 
 
 def test_bind_names_a_missing_function():
