@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from mkpack import __version__, codegen, journal, platform, provenance, quality, trust
 from mkpack import compile as compiling
 from mkpack.artifact import Given, abandoned, build_lock, clean_temporaries, open_artifact, write_artifact
+from mkpack.calibration_step import KEPT, calibrated
 from mkpack.checkpoint import Checkpoint
 from mkpack.codegen_cuda import cuda_header
 from mkpack.compile import Kernel, Unit, compile_kernels
@@ -57,6 +58,7 @@ def build(
     force: bool = False,
     keep_work: bool = False,
     trace: bool = False,
+    strict: bool = False,
     like: Manifest | None = None,
     console: Console | None = None,
 ) -> Path:
@@ -64,8 +66,9 @@ def build(
 
     output: file, or folder to hold NAME.mkpack (default: here); text that ends in a slash means a folder. What lies
     there is replaced only when it is an artifact. trace: kernels of GPUs keep times for `mkpack trace`, which makes
-    them slower. like: of an artifact to make again: a hub source at its commit, its targets whatever this machine is,
-    and whether they trace. UserError for everything the user can mend.
+    them slower. strict: UserError when calibration leaves experts with few tokens. like: of an artifact to make again:
+    a hub source at its commit, its targets whatever this machine is, and whether they trace. UserError for everything
+    the user can mend.
     """
     start = time.monotonic()
 
@@ -111,8 +114,11 @@ def build(
             with ThreadPoolExecutor(1) as pool:
                 # The compiler works beside the quantiser; both are done before anything is measured.
                 kernels = pool.submit(compile_kernels, units, work)
+                calibration = calibrated(todo, checkpoint, work, strict, console)
                 blobs, report = pack(todo, checkpoint, work, key, kernels, console)
                 compiled = kernels.result()
+            if calibration:
+                report["calibration"] = calibration
             for target in todo.targets:
                 say(f"compiled  {target} with {compiled[target].compiler}")
                 for resources in compiled[target].resources:
@@ -122,7 +128,9 @@ def build(
                 report["end_to_end"] = asdict(measured)
                 say(f"quality   {measured.render()}")
             if "relative_error" in report:
-                say(f"quality   relative error of the weights {report['relative_error']:.4f}")
+                of_max = report.get("relative_error_of_max")
+                note = f" (algorithm: max would give {of_max:.4f})" if of_max else ""
+                say(f"quality   relative error of the weights {report['relative_error']:.4f}{note}")
             manifest = _publish(path, todo, limits, trace, digests, key, producer, blobs, compiled, report, keep_work)
     try:
         # Whoever compiled a kernel needs no one's word for it.
@@ -237,6 +245,7 @@ def _build_key(todo: Plan, digests: dict[str, str], producer: Producer, trace: b
         "producer": producer.model_dump(mode="json", exclude={"commit", "dirty"}),
         "csrc": provenance.sources_digest(),
         "quality": todo.quality.tokens if todo.quality else None,
+        "calibration": todo.calibration,
         "trace": trace,
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
@@ -274,7 +283,7 @@ def _check_disk(todo: Plan, path: Path, keep_work: bool, unfinished: Iterable[Pa
 @contextlib.contextmanager
 def _work_folder(path: Path, keep: bool, unfinished: Path | None) -> Iterator[Path]:
     """A folder beside the artifact: same disk, and named so that the next build finds it if this one is killed.
-    unfinished: that of a killed build, which becomes this one's, with its journal and blobs and nothing else."""
+    unfinished: that of a killed build, which becomes this one's, with its journal, blobs and calibration alone."""
     work = path.absolute().with_name(f".{path.name}.{os.getpid()}.work")
     shutil.rmtree(work, ignore_errors=True)
     if unfinished:
@@ -282,7 +291,7 @@ def _work_folder(path: Path, keep: bool, unfinished: Path | None) -> Iterator[Pa
         for item in work.iterdir():
             if item.is_dir():  # of the compiler, which may have been killed half-way too
                 shutil.rmtree(item)
-            elif item.name != journal.NAME and item.suffix != ".bin":
+            elif item.name not in (journal.NAME, KEPT) and item.suffix != ".bin":
                 item.unlink()
     work.mkdir(exist_ok=True)
     try:
@@ -394,11 +403,19 @@ def _publish(
             ],
             sections={name: layout.sections for name, layout in todo.layouts.items()},
             tokenizer_files=sorted(tokenizer),
-            quality=None if source.dummy else {k: v for k, v in report.items() if k != "tensors"},
+            quality=None if source.dummy else _summary(report),
             entries=found,
         )
 
     return write_artifact(path, list(entries.items()), manifest)
+
+
+def _summary(report: dict[str, Any]) -> dict[str, Any]:
+    """The report without what it says of single tensors and experts."""
+    summary = {k: v for k, v in report.items() if k != "tensors"}
+    if "calibration" in summary:
+        summary["calibration"] = {k: v for k, v in summary["calibration"].items() if k != "experts"}
+    return summary
 
 
 def _kernel_entry(todo: Plan, limits: Limits, target: str, trace: bool, path: str, compiled: Kernel) -> KernelEntry:

@@ -180,7 +180,8 @@ def _facts(m: Manifest) -> Iterator[tuple[str, str]]:
 
 
 def _quality(m: Manifest) -> Iterator[str]:
-    figures = dict(_numbers(m.quality or {}))
+    measured = {key: value for key, value in (m.quality or {}).items() if key != "calibration"}
+    figures = dict(_numbers(measured))
     if not figures:
         yield "Not measured when it was built."
         return

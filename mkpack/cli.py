@@ -112,6 +112,9 @@ def build(
     trace: Annotated[
         bool, typer.Option("--trace", help="GPU kernels keep times for mkpack trace; they get slower.")
     ] = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Refuse when calibration leaves experts with few tokens.")
+    ] = False,
     json: AsJson = False,
 ) -> None:
     """Build the artifact a recipe describes."""
@@ -123,7 +126,9 @@ def build(
         return
     from mkpack import build as builder
 
-    path = builder.build(recipe, output=output, force=force, keep_work=keep_work, trace=trace, console=_console())
+    path = builder.build(
+        recipe, output=output, force=force, keep_work=keep_work, trace=trace, strict=strict, console=_console()
+    )
     typer.echo(_dumps({"artifact": str(path), "bytes": path.stat().st_size}) if json else f"{path}")
 
 

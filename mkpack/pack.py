@@ -6,6 +6,7 @@ A tile is 16 rows; lane r of every 16-lane vector is row r. Columns come in bloc
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,8 @@ from mkpack.blobfile import BlobFile, Seal
 from mkpack.formats import QTensor
 from mkpack.layout import BLOCK_COLS, TILE_ROWS, Layout, Piece, align, ceil_div, scale_floats, tile_bytes
 from mkpack.spec import Format
+
+SLAB = 1 << 20  # bytes of a matrix packed at a time: they stay in the cache between one pass and the next
 
 # dtype of QTensor.data, stored columns a block of 16 columns takes in it, and how many share a 32-bit lane.
 _STORED = {"nvfp4": (np.uint8, 8, 4), "fp8": (np.uint8, 16, 4), "bf16": (np.uint16, 16, 2), "f32": (np.float32, 16, 1)}
@@ -100,11 +103,13 @@ class BlobWriter:
         )
 
     def _put_matrix(self, section: str, rank: int, seal: Seal, piece: Piece, q: QTensor) -> None:
-        s = self.layout.section(section)
-        rows = slice(piece.row, piece.row + piece.rows)
-        if piece.rows:
+        s, size = self.layout.section(section), tile_bytes(q.format, q.shape[1])
+        tiles = max(SLAB // size, 1)
+        for tile in range(0, ceil_div(piece.rows, TILE_ROWS), tiles):
+            rows = slice(piece.row + tile * TILE_ROWS, piece.row + min((tile + tiles) * TILE_ROWS, piece.rows))
             data = pack_tiles(q.format, q.data[rows], None if q.scale is None else q.scale[rows], q.shape[1])
-            self._put_tiles(rank, seal, s.offset, piece, data, data.shape[1])
+            at = replace(piece, tile=piece.tile + tile * piece.stride)
+            self._put_tiles(rank, seal, s.offset, at, data, size)
         if n := scale_floats(q.format):
             assert q.scale2 is not None
             offset = self.layout.section(section + ".scale").offset

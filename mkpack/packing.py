@@ -33,7 +33,7 @@ T = TypeVar("T")
 Blobs = dict[LayoutName, list[Path]]  # rank 0 first
 Writer = BlobWriter | CudaBlobWriter
 
-_PLAIN: Any = {"highlight": False, "markup": False, "soft_wrap": True}  # for text that is no markup
+PLAIN: Any = {"highlight": False, "markup": False, "soft_wrap": True}  # for text that is no markup
 REFERENCE = "reference"  # name of the blob, and of the kernel, of the bf16 model that the quality is measured against
 
 
@@ -86,7 +86,7 @@ def pack(
         console.print(
             f"packed    {todo.artifact_bytes / 1e6:.1f} MB of weights, from {source / 1e9:.2f} GB of source in "
             f"{seconds:.1f} s ({source / 1e6 / seconds:.0f} MB/s)",
-            **_PLAIN,
+            **PLAIN,
         )
     if isinstance(checkpoint, Dummy):
         return paths, {"weights": "random, drawn in the formats they are stored in; nothing was quantised"}
@@ -125,7 +125,7 @@ def _finished(
     if console and names:
         total = len(list(groups(todo.roles)))
         console.print(
-            f"resumed   a build that was stopped had packed {len(held)} of {total} groups of tensors", **_PLAIN
+            f"resumed   a build that was stopped had packed {len(held)} of {total} groups of tensors", **PLAIN
         )
 
     return {name: {k: quantize.ErrorStats(*v) for k, v in journal.found[name][1].items()} for name in held}

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from mkpack import prequantised, quality, schedule
+from mkpack import platform, prequantised, quality, schedule
 from mkpack.checkpoint import Checkpoint, is_aux
 from mkpack.compile import UNTRIED
 from mkpack.errors import UserError
@@ -26,9 +26,10 @@ if TYPE_CHECKING:
     from mkpack.dummy import Dummy
     from mkpack.manifest import Manifest
 
-# Resident size of Python before any tensor, of Python and torch, and once modelopt and the scratch of the quantiser's
-# threads have come, which is when the first tensor is quantised.
+# Resident size of Python before any tensor, of Python and torch, and with modelopt, which fp8 needs. Besides, what a
+# thread that quantises and packs keeps: chunks, slabs, and the allocator's own leftovers.
 PYTHON_BYTES, TORCH_BYTES, MODELOPT_BYTES = 90 << 20, 265 << 20, 510 << 20
+THREAD_BYTES = 32 << 20
 _LEGAL = ("LICEN", "NOTICE")
 _HARDWARE: dict[LayoutName, str] = {"cpu": "CPUs", "cuda": "GPUs"}
 
@@ -61,6 +62,7 @@ class Plan:
     targets: tuple[str, ...]
     sha256: dict[str, str]  # digests that the hub keeps of source files
     quality: QualityPlan | None
+    calibration: tuple[tuple[int, ...], ...] | None  # token ids of the sequences that activations are recorded on
 
     @property
     def source(self) -> str:
@@ -82,13 +84,12 @@ class Plan:
 
     @property
     def memory_bytes(self) -> int:
-        """Peak resident size, of quantising (or drawing random weights) or of measuring the quality.
+        """Peak resident size, of calibrating, of quantising (or drawing random weights) or of measuring the quality.
 
-        Quantising: tensors that are quantised together as they are read, and of the largest its stored form and the
-        three copies that turn it into tiles; besides, vectors and scales of all layers until they are written.
+        Quantising: tensors that are quantised together as they are read, their stored form, and what threads take.
         Measuring: the blobs and that of the reference, which are mapped and read whole, and what running both takes.
         """
-        return max(self._quantising_bytes, self._measuring_bytes)
+        return max(self._calibrating_bytes, self._quantising_bytes, self._measuring_bytes)
 
     @property
     def gpu_bytes(self) -> int | None:
@@ -107,7 +108,7 @@ class Plan:
     def _measuring_bytes(self) -> int:
         if self.quality is None:
             return 0
-        scaled = any(fmt in ("nvfp4", "fp8") for role in self.roles for fmt in self.formats(role))
+        scaled = any(fmt == "fp8" for role in self.roles for fmt in self.formats(role))
         context, tokens = len(self.quality.tokens), self.recipe.limits.tokens_per_step
         buffers = 0  # keys and values are most of them
         for layout in (self.layout, self.quality.reference):
@@ -118,14 +119,31 @@ class Plan:
         return (MODELOPT_BYTES if scaled else TORCH_BYTES) + self.mapped_bytes + buffers + logits
 
     @property
+    def _calibrating_bytes(self) -> int:
+        """Matrices as they are read and in float32: one, or of experts one a CPU; a dozen activations of a token."""
+        if self.calibration is None:
+            return 0
+        info = self.checkpoint.tensors if self.checkpoint else {}
+        largest = 0.0
+        for role in self.roles:
+            read = prequantised.read_bytes(role, (), info)
+            whole = 0 if role.name == "embed" else 4 * _elements(role)
+            largest = max(largest, (read + whole) * (platform.cores() if role.precision == "experts" else 1))
+        spec = self.spec
+        width = max(spec.hidden_size, spec.q_size, spec.dense_intermediate_size or 0)
+        tokens, longest = sum(map(len, self.calibration)), max(map(len, self.calibration))
+        scores = platform.cores() * 3 * 4 * longest**2
+        return TORCH_BYTES + round(largest) + 12 * 4 * tokens * width + scores + platform.cores() * THREAD_BYTES
+
+    @property
     def _quantising_bytes(self) -> int:
         drawn = self.recipe.source.dummy is not None
         imports = peak = PYTHON_BYTES if drawn else TORCH_BYTES
         for group in groups(self.roles):
-            if not drawn and any(fmt in ("nvfp4", "fp8") for role in group for fmt in self.formats(role)):
+            if not drawn and any(fmt == "fp8" for role in group for fmt in self.formats(role)):
                 imports = MODELOPT_BYTES
             peak = max(peak, imports + self.group_bytes(group))
-        return peak + sum(s.nbytes * x.tp for x in self.layouts.values() for s in x.sections if s.cols == 1)
+        return peak + platform.cores() * THREAD_BYTES
 
     def source_bytes(self, group: list[TensorRole]) -> int:
         """What tensors take in the source, in the formats they have there."""
@@ -133,14 +151,18 @@ class Plan:
         return round(sum(prequantised.read_bytes(role, (), info) for role in group))
 
     def group_bytes(self, group: list[TensorRole]) -> int:
-        """Memory that tensors take while they are read, quantised and packed together."""
+        """Memory that tensors take while they are read, quantised and packed together: as they are read, and of one its
+        stored forms. Packing takes a slab at a time, but of an expert for GPUs the whole of gate and up."""
         info = self.checkpoint.tensors if self.checkpoint else {}
         read = sum(prequantised.read_bytes(r, self.formats(r), info) for r in group)
         wide = {"f32": 4.0, "bf16": 2.0, "fp8": 1.0, "nvfp4": 0.5625}
-        largest = max(_elements(r) * wide[fmt] for r in group for fmt in self.formats(r))
-        if self.quality:
-            largest = max(largest, max(map(_elements, group)) * 2)
-        return round(read + 4 * largest)
+        copies = 8 if "cuda" in self.layouts and group[0].precision == "experts" else 1
+        # What is stored as it is read needs no copy.
+        plain = {"BF16": "bf16", "F32": "f32"}
+        dtypes = {plain.get(info[r.source].dtype) for r in group if r.source in info}
+        sizes = [_elements(r) * wide[fmt] for r in group for fmt in self.formats(r) if {fmt} != dtypes]
+        reference = max(map(_elements, group)) * 2 if self.quality and dtypes != {"bf16"} else 0
+        return round(read + max(sizes, default=0) * copies + reference)
 
     def formats(self, role: TensorRole) -> list[Format]:
         """Formats a tensor is stored in: one, or two for an embedding whose tied head has another precision."""
@@ -300,6 +322,7 @@ def plan(recipe_path: Path, weights: bool = False, progress: bool = True, like: 
         where = place(recipe_path, "parallel.tp")
         raise UserError(f"recipe refused: {where}: {str(e).removeprefix('parallel.tp: ')}") from e
     tokens = _quality_tokens(recipe, recipe_path, text, spec)
+    calibration = _calibration(recipe, recipe_path, text, spec)
     if found and weights:
         found = fetch_source(found.repo, found.commit, progress=progress)
         checkpoint = Checkpoint.open(found.folder)
@@ -318,7 +341,10 @@ def plan(recipe_path: Path, weights: bool = False, progress: bool = True, like: 
     if measured:
         _prove(measured.reference, recipe, f"the reference on {measured.target}")
     commit, sha256 = (found.commit, found.sha256) if found else (None, {})
-    return Plan(recipe, recipe_path, files, commit, checkpoint, spec, roles, layout, layouts, targets, sha256, measured)
+    return Plan(
+        *(recipe, recipe_path, files, commit, checkpoint, spec, roles, layout, layouts, targets, sha256, measured),
+        calibration,
+    )
 
 
 def _prove(layout: Layout | CudaLayout, recipe: Recipe, target: str) -> None:
@@ -359,12 +385,37 @@ def _quality_tokens(recipe: Recipe, recipe_path: Path, text: Text | None, spec: 
         tokens = quality.tokens_of(passage, text, recipe.quality.tokens, recipe.limits.context)
     except UserError as e:
         raise UserError(f"recipe refused: {place(recipe_path, 'quality.text')}: {e}") from e
+    _check_tokens(tokens, spec, place(recipe_path, "quality"))
+    return tuple(tokens)
+
+
+def _calibration(
+    recipe: Recipe, recipe_path: Path, text: Text | None, spec: ModelSpec
+) -> tuple[tuple[int, ...], ...] | None:
+    if recipe.calibrate is None:
+        return None
+    if text is None:
+        where = place(recipe_path, "calibrate")
+        raise UserError(
+            f"recipe refused: {where}: calibrating needs a tokenizer, and the source has no tokenizer.json; remove "
+            "calibrate from the recipe or add the file"
+        )
+    from mkpack.calibrate import sequences_of
+
+    try:
+        found = sequences_of(recipe.calibrate.data, text, recipe.calibrate.tokens, recipe.limits.context)
+    except UserError as e:
+        raise UserError(f"recipe refused: {place(recipe_path, 'calibrate.data')}: {e}") from e
+    _check_tokens([token for sequence in found for token in sequence], spec, place(recipe_path, "calibrate"))
+    return tuple(map(tuple, found))
+
+
+def _check_tokens(tokens: Sequence[int], spec: ModelSpec, where: str) -> None:
     if max(tokens) >= spec.vocab_size:
         raise UserError(
-            f"recipe refused: {place(recipe_path, 'quality')}: the tokenizer gives the token {max(tokens)}, but "
-            f"vocab_size in config.json is {spec.vocab_size}; tokenizer.json belongs to another model"
+            f"recipe refused: {where}: the tokenizer gives the token {max(tokens)}, but vocab_size in config.json is "
+            f"{spec.vocab_size}; tokenizer.json belongs to another model"
         )
-    return tuple(tokens)
 
 
 def source_files(folder: Path) -> dict[str, Path]:

@@ -155,6 +155,12 @@ def _has(tensor: torch.Tensor | Prequantised, fmt: Format) -> bool:
     return isinstance(tensor, Prequantised) and tensor.q.format == fmt
 
 
+def floats(tensor: torch.Tensor | Prequantised, rows: Sequence[int] | None = None) -> torch.Tensor:
+    """The values of a tensor, or of some of its rows, in float32."""
+    values = _floats(tensor)
+    return (values if rows is None else values[list(rows)]).float()
+
+
 def _floats(tensor: torch.Tensor | Prequantised) -> torch.Tensor:
     """The tensor itself, or the values of a quantised one in float32."""
     import torch

@@ -16,7 +16,7 @@ Weights = Mapping[str, np.ndarray]
 
 def logits(spec: ModelSpec, weights: Weights, tokens: Sequence[int]) -> np.ndarray:
     """Logits [len(tokens), vocab_size] in float64; weights by canonical tensor name (`TensorRole.name`)."""
-    w = {name: np.asarray(array, dtype=np.float64) for name, array in weights.items()}
+    w = {name: np.asanyarray(array, dtype=np.float64) for name, array in weights.items()}
     x = w["embed"][list(tokens)]
     if spec.embed_norm:
         x = _normed(x, spec.rms_norm_eps)

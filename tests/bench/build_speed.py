@@ -41,16 +41,17 @@ SPEC = {
 # Prints the resident size after the imports that a build has anyway, and the peak at the end. VmHWM, for ru_maxrss
 # remembers the size of the process that this one was forked from.
 BUILD = """
-import atexit, sys, time
+import os, sys, time
 from pathlib import Path
 import torch, mkpack.build, mkpack.quantize
 show = lambda key: int(Path("/proc/self/status").read_text().split(key + ":")[1].split()[0]) * 1024
 imports = show("VmRSS")
-start = time.monotonic()
+start, before = time.monotonic(), sum(os.times()[:2])
 from rich.console import Console
 mkpack.build.build(Path(sys.argv[1]), output=Path(sys.argv[2]), force=True, console=Console(stderr=True, width=200))
 import json
-print(json.dumps({"imports": imports, "peak": show("VmHWM"), "seconds": time.monotonic() - start}))
+spent = sum(os.times()[:2]) - before
+print(json.dumps({"imports": imports, "peak": show("VmHWM"), "seconds": time.monotonic() - start, "cpu": spent}))
 """
 
 
@@ -78,9 +79,14 @@ def main() -> None:
     found = json.loads(done.stdout)
     rate = size / found["seconds"]
     print(f"source {size / 1e9:.2f} GB, {found['seconds']:.1f} s with digests and compiling, {rate / 1e6:.0f} MB/s")
+    free = 2 * size / found["cpu"]
+    print(f"{found['cpu']:.1f} s of CPU time without the compiler: {free / 1e6:.0f} MB/s if two cores did nothing else")
     print(f"peak {found['peak'] / 2**20:.0f} MiB, of which {found['imports'] / 2**20:.0f} MiB before the build")
     for other in (60e9, 1.6e12):
-        print(f"at this speed {other / 1e9:,.0f} GB would take {other / rate / 60:,.0f} min")
+        print(
+            f"{other / 1e9:,.0f} GB: {other / rate / 60:,.0f} min at this speed, "
+            f"{other / free / 60:,.0f} min on two free cores"
+        )
 
 
 def make_checkpoint(folder: Path, nbytes: float) -> None:
