@@ -16,9 +16,8 @@ from mkpack.codegen_cuda import cuda_header
 from mkpack.compile import CUDA_TARGETS, Unit, compile_kernels, compiler_of
 from mkpack.errors import InternalError, UserError, os_errors
 from mkpack.layout import Layout, layout_of
-from mkpack.layout_cuda import CudaLayout
+from mkpack.layout_cuda import CudaLayout, cuda_layout_of
 from mkpack.manifest import Manifest, Producer, shown
-from mkpack.spec import Format
 from mkpack.trust import only_mine
 
 MAX_INT = 2**31 - 1  # sizes are `int` in csrc/
@@ -93,13 +92,15 @@ def _unit(where: str, manifest: Manifest, target: str) -> Unit:
     if wrong := list(_impossible(manifest)):
         raise UserError(f"{refused}sizes no model has: {', '.join(wrong)}")
     try:
-        layout = _cuda_layout(manifest) if target in CUDA_TARGETS else layout_of(manifest)
+        layout = cuda_layout_of(manifest) if target in CUDA_TARGETS else layout_of(manifest)
         if layout is None or not _is_the_manifests(layout, manifest, target):
             raise UserError(
                 f"{refused}mkpack {__version__} lays this model out otherwise; install the version that built it "
                 f"({_producer(manifest.producer)})"
             )
         if isinstance(layout, CudaLayout):
+            for proof in schedule.cuda_proofs(layout, manifest.limits.context, target):
+                schedule.check(proof)
             return Unit(target, target, cuda_header(layout, manifest.limits, target, manifest.kernels[target].traced))
         limits = manifest.limits
         found = schedule.cpu_schedule(
@@ -136,11 +137,6 @@ def _numbers(where: str, value: object) -> Iterator[tuple[str, int]]:
             yield from _numbers(f"{where}[{i}]", inner)
     elif type(value) is int:
         yield where, value
-
-
-def _cuda_layout(manifest: Manifest) -> CudaLayout:
-    routers: list[Format] = [s.format for s in manifest.sections.get("cuda", []) if s.name == "routers"]
-    return CudaLayout(manifest.spec, manifest.precision, *routers[:1])
 
 
 def _is_the_manifests(layout: Layout | CudaLayout, manifest: Manifest, target: str) -> bool:
