@@ -8,6 +8,7 @@ token: what verifying a draft takes. All are medians.
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -113,10 +114,10 @@ class GpuResult:
         from rich.console import Console
 
         text = io.StringIO()
-        console = Console(file=text, width=118, highlight=False, markup=False)
+        console = Console(file=text, width=132, highlight=False, markup=False)
         for part in self._parts():
             console.print(part)
-        return text.getvalue().rstrip("\n")
+        return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
     def _parts(self) -> list[RenderableType]:
         g = self.generation
@@ -150,7 +151,7 @@ class GpuResult:
                 f"{p.prefill_s:.3f}",
                 f"{p.prefill_ms:.4f}",
                 f"{p.prefill_bound_ms:.4f}",
-                f"{_repeats(p.repeats)}, {p.same_best:.0%} best in steps, gap {p.gap:.0e}",
+                f"{_repeats(p.repeats)}, best {p.same_best:.0%}, gap {p.gap:.0e}",
             )
             for s in p.steps:
                 steps.add_row(
@@ -166,8 +167,9 @@ class GpuResult:
                 )
         notes = [
             "bound: bytes that must be read / bandwidth; experts: distinct ones a step chose, mean of the",
-            "layers. error: of logits, relative to steps of one token; gap: of tokens that are not a step's best,",
-            f"relative to the largest logit. Both belong below {self.tolerance:g}: activations are rounded to bf16.",
+            "layers. error: of logits, relative to steps of one token; best: decoded tokens that a step of the same tokens",
+            "finds best too; gap: by how much the others were not, relative to the largest logit.",
+            f"Error and gap belong below {self.tolerance:g}: activations are rounded to bf16.",
         ]
         if self.random_weights:
             notes += [
@@ -260,7 +262,8 @@ def _bounded(bench: _Bench, p: GpuPoint) -> GpuPoint:
 
 def _verdict(generation: Generated, points: Sequence[GpuPoint]) -> str:
     same = [generation.repeats, *(p.repeats for p in points), *(s.repeats for p in points for s in p.steps)]
-    worst = max([0.0, *(p.gap for p in points), *(s.error for p in points for s in p.steps)])
+    found = [0.0, *(p.gap for p in points), *(s.error for p in points for s in p.steps)]
+    worst = math.nan if any(map(math.isnan, found)) else max(found)
     return (
         f"runs repeated: {_repeats(all(same))}; steps of all sizes and generations agree to {worst:.1e}, "
         f"{'within' if worst <= TOLERANCE else 'ABOVE'} {TOLERANCE:g}"
