@@ -166,10 +166,10 @@ class GpuResult:
                     f"{_repeats(s.repeats)}, error {s.error:.0e}" + ("" if s.error <= self.tolerance else " ABOVE"),
                 )
         notes = [
-            "bound: bytes that must be read / bandwidth; experts: distinct ones a step chose, mean of the",
-            "layers. error: of logits, relative to steps of one token; best: decoded tokens that a step of the same tokens",
-            "finds best too; gap: by how much the others were not, relative to the largest logit.",
-            f"Error and gap belong below {self.tolerance:g}: activations are rounded to bf16.",
+            "bound: bytes that must be read / bandwidth; experts: distinct ones a step chose, mean of the layers.",
+            "error: of logits, relative to steps of one token; best: decoded tokens that steps of the same tokens find best",
+            "too; gap: by how much the others are not, relative to the largest logit. Activations are rounded to bf16, so",
+            f"errors and gaps belong below {self.tolerance:g}.",
         ]
         if self.random_weights:
             notes += [
