@@ -167,9 +167,9 @@ class GpuResult:
                 )
         notes = [
             "bound: bytes that must be read / bandwidth; experts: distinct ones a step chose, mean of the layers.",
-            "error: of logits, relative to steps of one token; best: decoded tokens that steps of the same tokens find best",
-            "too; gap: by how much the others are not, relative to the largest logit. Activations are rounded to bf16, so",
-            f"errors and gaps belong below {self.tolerance:g}.",
+            "error: of logits, relative to steps of one token; best: decoded tokens that steps of the same tokens find",
+            "best too; gap: by how much the others are not, relative to the largest logit. Both errors belong below",
+            f"{self.tolerance:g}: activations are rounded to bf16.",
         ]
         if self.random_weights:
             notes += [
