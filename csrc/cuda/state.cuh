@@ -38,7 +38,6 @@ class HostMailbox {
   Mailbox* device() const { return device_; }
   void clear(int tokens) {
     mail_->cancel = 0;
-    mail_->reason = -1;
     for (int i = 0; i < tokens; i++) ((volatile int32_t*)mail_->tokens)[i] = 0;
   }
 

@@ -1,6 +1,6 @@
 // The step kernel's parameters, its shared memory, and what a block of it knows. A step is 1 to 16 tokens; the whole grid
 // meets at a barrier after every phase, so activations are plain memory and any shape of the family runs. decode_kernel
-// (kernel.cuh) is the tuned way for one token a step.
+// (decode_kernel.cuh) is the tuned way for one token a step.
 #pragma once
 #include "ring.cuh"
 #include "sampler.cuh"
@@ -10,7 +10,6 @@ namespace mk {
 // What the host sees and says while the kernel runs, in memory that both can reach.
 struct Mailbox {
   int32_t cancel;    // host: end after this token
-  int32_t reason;    // kernel: why it ended, MK_STOP_*
   int32_t tokens[];  // kernel: chosen token i is tokens[i] - 1, 0 while it is not there
 };
 

@@ -251,22 +251,23 @@ __device__ __forceinline__ void step_pair(StepBlock& b, StepRing& ring) {
 
 // Every pair's product with its expert's tile goes to shared memory; the sum over a token's experts is taken in the order of
 // their ranks, so it does not depend on what the other tokens chose.
-// Most chunks of a warp in a page, and those whose inputs are loaded a page ahead.
+// Most chunks of a warp in a page; those whose inputs are loaded a page ahead.
 constexpr int kDownCount = ceil_div(tile_page_chunks(kMoeIntermediate, 0), kDownSplit);
 constexpr int kDownAhead = kDownCount < 4 ? kDownCount : 4;
+constexpr int kDownHeld = kDownCount <= 6 ? kDownCount : kDownAhead;  // inputs in registers at a time
 __device__ __forceinline__ void step_down(StepBlock& b, StepRing& ring) {
   b.stamp(kPhaseDown, 0);
   const int group = b.warp / 4, tile = b.warp % 4 / kDownSplit, part = b.warp % 4 % kDownSplit;
   const int per_unit = ceil_div(b.s.active_count, kDownPack) * kDownPages, total = per_unit * b.units();
   const uint32_t start = ring.n;
   float* products = b.scratch<float>();  // [copy][pair][owned row]
-  ChunkInput x[kDownCount];
+  ChunkInput x[kDownHeld];
   // Of page n of this phase: the tile's place in the list of active experts, or -1.
   const auto tile_of = [&](int n) {
     const int index = n % per_unit / kDownPages * kDownPack + tile;
     return n < total && tile < kDownPack && index < b.s.active_count ? index : -1;
   };
-  // Inputs i0 .. i1 - 1 of page n, of eight of its pairs from `pass` on.
+  // Inputs i0 .. i1 - 1 of page n, of eight of its pairs from `pass` on. Input i lies in x[i % kDownHeld].
   const auto load = [&](int n, int pass, int i0, int i1) {
     const int index = tile_of(n), g = b.lane() >> 2, t = b.lane() & 3, page = n % kDownPages;
     const int first = index < 0 ? 0 : b.s.list_start[index] + pass, end = index < 0 ? 0 : b.s.list_start[index + 1];
@@ -277,7 +278,9 @@ __device__ __forceinline__ void step_down(StepBlock& b, StepRing& ring) {
                                     (page * kPageChunks + c0) * 64 + 16 * t);
 #pragma unroll
     for (int i = 0; i < kDownCount; i++)
-      if (i >= i0 && i < i1) x[i] = valid && c0 + i < c1 ? ChunkInput{__ldcg(v + 8 * i), __ldcg(v + 8 * i + 1)} : ChunkInput{};
+      if (i >= i0 && i < i1)
+        x[i % kDownHeld] =
+            valid && c0 + i < c1 ? ChunkInput{__ldcg(v + 8 * i), __ldcg(v + 8 * i + 1)} : ChunkInput{};
   };
   // A slot's pages are always its four warps'.
   int n = (int)((group - start) & (kStepSlots - 1));
@@ -290,25 +293,27 @@ __device__ __forceinline__ void step_down(StepBlock& b, StepRing& ring) {
     const int first = index < 0 ? 0 : b.s.list_start[index], pairs = index < 0 ? 0 : b.s.list_start[index + 1] - first;
     const float scale =
         index < 0 ? 0.f : __ldg(&b.p.expert_scales[b.layer() * kExperts + b.s.active[index]].z) * kNvfp4Scale;
-    load(n, 0, kDownAhead, kDownCount);
+    load(n, 0, kDownAhead, kDownHeld);
     ring.n = start + n;
     ring.wait_full();
     const uint8_t* data = b.s.expert[ring.slot()] + tile * chunks * kChunkBytes;
     uint32_t loaded = 0;
 #pragma unroll 1
     for (int pass = 0; pass < pairs; pass += 8) {
-      if (pass) load(n, pass, 0, kDownCount);
+      if (pass) load(n, pass, 0, kDownHeld);
       float acc[2][4] = {};
       const uint4* codes = (const uint4*)data + 32 * c0 + b.lane();
       const uint16_t* scales = (const uint16_t*)(data + chunks * 512) + 32 * c0 + b.lane();
 #pragma unroll
-      for (int i = 0; i < kDownCount; i++)
+      for (int i = 0; i < kDownCount; i++) {
+        if (i && i % kDownHeld == 0) load(n, pass, i, i + kDownHeld);
         if (c0 + i < c1) {
           const uint4 q = codes[32 * i];
           const uint32_t s = scales[32 * i];
           loaded |= q.w | s;
-          mma_nvfp4_chunk(acc[i & 1], q, s, x[i].a, x[i].b);
+          mma_nvfp4_chunk(acc[i & 1], q, s, x[i % kDownHeld].a, x[i % kDownHeld].b);
         }
+      }
       if (pass + 8 >= pairs) ring.release(loaded, b.zero, b.lane(), kWarps / 4);
 #pragma unroll
       for (int k = 0; k < 2; k++) {

@@ -1,6 +1,5 @@
 // The end of a step: lm_head, the choice of a token by argmax or sampling, stop tests, news to the host.
 #pragma once
-#include "abi.h"
 #include "step_producer.cuh"
 
 namespace mk {
@@ -84,21 +83,12 @@ __device__ __forceinline__ void announce_token(const StepParams& p, StepShared& 
   team_sync<kTeam>();
   if (b.tid == 0) {
     const int token = s.token, position = next_position(b), made = s.step + 1 - given_steps(p);  // tokens chosen before
-    int reason = -1;
-    for (int i = 0; i < p.num_stop_tokens; i++)
-      if (p.stop_tokens[i] == token) reason = MK_STOP_TOKEN;
-    if (reason < 0) {
-      if (__ldcg(p.shared_token + 1))
-        reason = MK_STOP_CANCELLED;
-      else if (made + 1 >= p.new_tokens)
-        reason = MK_STOP_LENGTH;
-      else if (position >= p.max_length)
-        reason = MK_STOP_CONTEXT;
-    }
-    s.ended = reason >= 0 || *(volatile int32_t*)&s.expired;
+    // The host finds out in the same order why it ended.
+    bool ended = made + 1 >= p.new_tokens || position >= p.max_length || __ldcg(p.shared_token + 1);
+    for (int i = 0; i < p.num_stop_tokens; i++) ended = ended || p.stop_tokens[i] == token;
+    s.ended = ended || *(volatile int32_t*)&s.expired;
     if (b.sm() == 0) {
       p.history[position] = token;
-      if (reason >= 0) *(volatile int32_t*)&p.mail->reason = reason;
       store_system(&p.mail->tokens[p.made + made], token + 1);
     }
   }
