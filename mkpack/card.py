@@ -13,7 +13,6 @@ from typing import Any
 
 from mkpack import schedule
 from mkpack.errors import UserError, combine
-from mkpack.layout import counted_sections
 from mkpack.manifest import Manifest
 
 BEGIN = "<!-- mkpack: written by mkpack push; what is between these two lines is replaced by the next push -->"
@@ -198,8 +197,8 @@ def _numbers(quality: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def _speed(m: Manifest, benches: Mapping[str, Bench]) -> Iterator[str]:
-    if sections := counted_sections(m):
-        least = schedule.bytes_per_step(m.spec, sections, m.tp)
+    if m.sections:
+        least = schedule.step_bytes(m.spec, schedule.phases_of(m, "cpu" if "cpu" in m.sections else "cuda"))
         yield f"A token reads at least {_bytes(round(least))} (and the cache of the tokens before it), which over the"
         yield "bandwidth of your memory is the bound that no program can beat."
         yield ""

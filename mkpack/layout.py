@@ -295,13 +295,3 @@ def layout_of(m: Manifest) -> Layout | None:
         return Layout(m.spec, {str(k): v for k, v in m.precision.items()}, m.tp, min(routers, default="f32"))
     except (UserError, AssertionError, ArithmeticError, LookupError):
         return None
-
-
-def counted_sections(m: Manifest) -> list[Section]:
-    """The sections that the bytes of a step are counted by: those of the CPU layout, made again for an artifact of GPUs
-    alone, where the same matrices differ by their padding. UserError for a spec that no family file makes."""
-    if "cpu" in m.sections:
-        return m.sections["cpu"]
-    if (layout := layout_of(m)) is None:
-        raise UserError("this model is laid out as no version of mkpack known here does it; build the artifact again")
-    return layout.sections

@@ -48,7 +48,7 @@ class QualityPlan:
 class Plan:
     """A recipe, its checkpoint, and what will be made of it. `checkpoint` is None when only config.json is here.
     `files` are config.json and those of tokenizer and licence, by name. `layouts` are those that the targets' kernels
-    read; `layout` is that of CPUs, which costs are counted by in any case."""
+    read; `layout` is that of CPUs, also where no target reads it."""
 
     recipe: Recipe
     recipe_path: Path
@@ -206,7 +206,11 @@ class Plan:
         return sizes
 
     def bytes_per_token(self, tokens: int = 1) -> float:
-        return schedule.bytes_per_step(self.spec, self.layout.sections, self.layout.tp, tokens)
+        """Bytes that a step of so many tokens reads, of a CPU's blob where there is one."""
+        for_gpus = self.layouts.get("cuda")
+        if "cpu" in self.layouts or not isinstance(for_gpus, CudaLayout):
+            return schedule.bytes_per_step(self.spec, self.layout.sections, self.layout.tp, tokens)
+        return schedule.step_bytes(self.spec, schedule.cuda_phases(for_gpus), tokens)
 
     def to_json(self) -> str:
         return json.dumps(

@@ -76,9 +76,7 @@ def phases_of(m: Manifest, layout: LayoutName) -> list[Phase]:
     """The phases of a step of an artifact on what reads this layout, for their bytes. UserError for a model that this
     version of mkpack lays out otherwise."""
     if layout == "cpu":
-        from mkpack.layout import counted_sections
-
-        return phases(m.spec, counted_sections(m), m.tp)
+        return phases(m.spec, m.sections["cpu"], m.tp)
     from mkpack.layout_cuda import cuda_layout_of
     from mkpack.schedule.cuda import cuda_phases
 
