@@ -5,6 +5,7 @@ Not part of `make test`: it is collected only when it is asked for by name.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import jobs
 import pytest
 from models import SMALL, Kernels, pack
 
-from mkpack import platform
+from mkpack import platform, provenance, rebuild
 from mkpack.artifact import extract, open_artifact
 from mkpack.layout_cuda import GRID
 from mkpack.text import FILES, Text
@@ -148,9 +149,20 @@ def cpu(demo_folder: Path) -> jobs.Built:
 
 
 @pytest.fixture(scope="session")
-def demo(demo_folder: Path, rehearsal: bool) -> jobs.Built:
-    """The kernel under test."""
-    return jobs.of_artifact(demo_folder, "cpu" if rehearsal else "gpu")
+def demo(demo_folder: Path, rehearsal: bool, tmp_path_factory: pytest.TempPathFactory) -> jobs.Built:
+    """The kernel under test: that of the sources here, compiled again when the artifact's is of others. Tests that load
+    the artifact as a user does run the one in it."""
+    built = jobs.of_artifact(demo_folder, "cpu" if rehearsal else "gpu")
+    with open_artifact(demo_folder) as artifact:
+        manifest = artifact.manifest
+    same = manifest.producer is not None and manifest.producer.sources == provenance.sources_digest()
+    if rehearsal or same or platform.nvcc() is None:
+        return built
+    (target,) = (t for t, kernel in manifest.kernels.items() if kernel.layout == "cuda")
+    (made,) = rebuild.rebuild(str(demo_folder), manifest, [target])
+    kernel = tmp_path_factory.mktemp("rebuilt") / "kernel.so"
+    kernel.write_bytes(made.data)
+    return dataclasses.replace(built, kernel=kernel)
 
 
 @pytest.fixture(scope="session")
