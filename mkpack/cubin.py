@@ -18,7 +18,8 @@ SELDOM = ("scan", "list_weight", "list_find", "sort_list", "sum_runs", "collect"
 _SLOW_PATH = re.compile(r"\$__internal_\d+_\$__cuda_\w+_slowpath")
 # The kernels of a model in the order in which model.cu writes the shared memory of their launches.
 LAUNCHED = ("step_kernel", "decode_kernel")
-# Bytes a thread that a kernel may lay aside in stores: a few values between phases. Spills inside a loop are more, and slow.
+# Bytes a thread that a kernel may lay aside in stores: a few values between phases. Spills inside a loop are more, and
+# slow.
 SPILL_LIMIT = 64
 _EM_CUDA = 190
 _SHT_NOBITS = 8
@@ -71,8 +72,8 @@ def report(library: bytes, ptxas: str, registers: int = 0, may_spill: bool = Fal
     The host side writes the shared memory that it launches the kernels of LAUNCHED with, a uint32 each, into the
     section .mkpack.shared. registers: a thread of them must have at launch, because their warps deal them out again.
 
-    Raises InternalError when the two do not tell of the same kernels, when a kernel spills more than SPILL_LIMIT, or when one of
-    LAUNCHED has other registers than it deals out.
+    Raises InternalError when the two do not tell of the same kernels, when a kernel spills more than SPILL_LIMIT, or
+    when one of LAUNCHED has other registers than it deals out.
     """
     code = dict(_code_sizes(library))
     found = {r.kernel: r for r in _read_ptxas(ptxas, code)}
