@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mkpack import payload, plan, prequantised, schedule
+from mkpack import payload, plan, prequantised, schedule, text_tokens
 from mkpack.checkpoint import INDEX, Checkpoint
 from mkpack.errors import UserError
 from mkpack.layout import Layout
@@ -102,7 +102,7 @@ def audit(folder: Path, progress: Callable[[Iterable[Any], str], Iterable[Any]] 
         found.dtypes.setdefault(info.dtype, Amount()).add(info)
     found.notes = [*_contradictions(checkpoint)]
     try:
-        if plan.tokenizer(plan.source_files(folder)) is None:
+        if text_tokens.tokenizer(plan.source_files(folder)) is None:
             found.notes.append("no tokenizer.json: an artifact would take token ids only")
     except UserError as e:
         found.refused = _lines(e)

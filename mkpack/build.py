@@ -8,9 +8,6 @@ import importlib.util
 import itertools
 import json
 import mmap
-import os
-import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
@@ -22,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from mkpack import __version__, codegen, journal, platform, provenance, quality, trust
 from mkpack import compile as compiling
 from mkpack.artifact import Given, abandoned, build_lock, clean_temporaries, open_artifact, write_artifact
-from mkpack.calibration_step import KEPT, calibrated
+from mkpack.calibration_step import calibrated
 from mkpack.checkpoint import Checkpoint
 from mkpack.codegen_cuda import cuda_header
 from mkpack.compile import Kernel, Unit, compile_kernels
@@ -46,6 +43,7 @@ from mkpack.plan import Plan, QualityPlan, plan
 from mkpack.recipe import load_recipe
 from mkpack.store import address
 from mkpack.targets import layout_name
+from mkpack.work import check_disk, work_folder
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -95,7 +93,7 @@ def build(
         unfinished = [work for work in abandoned(path) if journal.key_of(work)]
         clean_temporaries(path, keep=unfinished)
         if force or not path.exists():
-            _check_disk(todo, path, keep_work, unfinished)  # hashing the source may take long
+            check_disk(todo, path, keep_work, unfinished)  # hashing the source may take long
         digests = checkpoint.digests(expected=todo.sha256)
         key = _build_key(todo, digests, producer, trace)
         mine = next((work for work in unfinished if journal.key_of(work) == key), None)
@@ -104,8 +102,8 @@ def build(
             clean_temporaries(path)
             say(f"current   {path} is up to date")
             return path
-        _check_disk(todo, path, keep_work, [mine] if mine else [])
-        with _work_folder(path, keep_work, mine) as work:
+        check_disk(todo, path, keep_work, [mine] if mine else [])
+        with work_folder(path, keep_work, mine) as work:
             limits = Limits(**todo.recipe.limits.model_dump())
             units = [Unit(t, t, _header(todo, limits, t, trace)) for t in todo.targets]
             if todo.quality:
@@ -264,46 +262,6 @@ def _is_current(path: Path, key: str) -> bool:
             return artifact.manifest.build_key == key and not artifact.verify()
     except UserError:
         return False  # damaged or of another version: it is replaced
-
-
-def _check_disk(todo: Plan, path: Path, keep_work: bool, unfinished: Iterable[Path]) -> None:
-    """unfinished: work folders of killed builds, whose place this one takes over or frees."""
-    folder = path.absolute().parent
-    taken = sum(file.stat().st_blocks * 512 for work in unfinished for file in work.glob("*.bin"))
-    free, needed = platform.free_disk(folder) + taken, todo.disk_bytes
-    if keep_work or not platform.can_punch_holes(folder):  # the blobs stay beside the artifact they are copied into
-        needed += todo.artifact_bytes
-    if free < needed:
-        raise UserError(
-            f"{path}: building needs {needed / 1e9:.2f} GB of disk, {free / 1e9:.2f} GB are free; "
-            "free some or choose another folder with --output"
-        )
-
-
-@contextlib.contextmanager
-def _work_folder(path: Path, keep: bool, unfinished: Path | None) -> Iterator[Path]:
-    """A folder beside the artifact: same disk, and named so that the next build finds it if this one is killed.
-    unfinished: that of a killed build, which becomes this one's, with its journal, blobs and calibration alone."""
-    work = path.absolute().with_name(f".{path.name}.{os.getpid()}.work")
-    shutil.rmtree(work, ignore_errors=True)
-    if unfinished:
-        unfinished.rename(work)
-        for item in work.iterdir():
-            if item.is_dir():  # of the compiler, which may have been killed half-way too
-                shutil.rmtree(item)
-            elif item.name not in (journal.NAME, KEPT) and item.suffix != ".bin":
-                item.unlink()
-    work.mkdir(exist_ok=True)
-    try:
-        yield work
-    finally:
-        if keep:
-            names = itertools.chain([f"{path.name}.work"], (f"{path.name}.work-{i}" for i in itertools.count(2)))
-            kept = next(p for p in map(path.absolute().with_name, names) if not os.path.lexists(p))
-            work.rename(kept)
-            print(f"work kept in {kept}", file=sys.stderr)
-        else:
-            shutil.rmtree(work, ignore_errors=True)
 
 
 def _measure(

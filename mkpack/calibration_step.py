@@ -44,8 +44,9 @@ def calibrated(
         kept.with_suffix(".part").write_text(found.to_json())
         kept.with_suffix(".part").replace(kept)
     if console:
+        more = ", all there are," if found.tokens < wanted.tokens else ""
         console.print(
-            f"calibrated on {found.tokens} tokens in {time.monotonic() - start:.1f} s; kernels carry activations "
+            f"calibrated on {found.tokens} tokens{more} in {time.monotonic() - start:.1f} s; kernels carry activations "
             "unquantised, so the scales are recorded and change no result",
             **PLAIN,
         )

@@ -36,14 +36,20 @@ class Forward:
         import torch
 
         self.spec, self.load_rows, self.see = spec, load, see
-        torch.get_num_threads()  # this thread settles on its own number before the pool's threads change theirs
+        self._torch_threads = torch.get_num_threads()
         self._threads = platform.cores()
         self._pool = ThreadPoolExecutor(self._threads, "mkpack-forward", torch.set_num_threads, (1,))
 
     def __enter__(self) -> Forward:
+        import torch
+
+        torch.set_num_threads(1)  # torch's own threads would spin while those of the pool work
         return self
 
     def __exit__(self, *_: object) -> None:
+        import torch
+
+        torch.set_num_threads(self._torch_threads)
         self._pool.shutdown(cancel_futures=True)
 
     def load(self, name: str) -> torch.Tensor:

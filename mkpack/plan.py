@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from mkpack import platform, prequantised, quality, schedule
+from mkpack import platform, prequantised, schedule
 from mkpack.checkpoint import Checkpoint, is_aux
 from mkpack.compile import UNTRIED
 from mkpack.errors import UserError
@@ -20,7 +20,7 @@ from mkpack.models import model_spec
 from mkpack.recipe import Recipe, load_recipe, place
 from mkpack.spec import Format, ModelSpec, Precision, TensorRole, tensors
 from mkpack.targets import checked_targets, layout_name, runs_here
-from mkpack.text import Text
+from mkpack.text_tokens import LEGAL, calibration_tokens, quality_tokens, tokenizer, tokenizer_files
 
 if TYPE_CHECKING:
     from mkpack.dummy import Dummy
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 # thread that quantises and packs keeps: chunks, slabs, and the allocator's own leftovers.
 PYTHON_BYTES, TORCH_BYTES, MODELOPT_BYTES = 90 << 20, 265 << 20, 510 << 20
 THREAD_BYTES = 32 << 20
-_LEGAL = ("LICEN", "NOTICE")
 _HARDWARE: dict[LayoutName, str] = {"cpu": "CPUs", "cuda": "GPUs"}
 
 
@@ -187,11 +186,11 @@ class Plan:
 
     def tokenizer_files(self) -> dict[str, Path]:
         """Files the runtime reads to turn text into tokens and back; config.json for its stop tokens."""
-        return _tokenizer_files(self.files)
+        return tokenizer_files(self.files)
 
     def legal_files(self) -> dict[str, Path]:
         """Licence and notice files of the source, by name."""
-        return {n: p for n, p in self.files.items() if n.upper().startswith(_LEGAL)}
+        return {n: p for n, p in self.files.items() if n.upper().startswith(LEGAL)}
 
     def bytes_by_format(self) -> dict[str, int]:
         """Bytes of all layouts and ranks, scales with their matrices."""
@@ -325,8 +324,8 @@ def plan(recipe_path: Path, weights: bool = False, progress: bool = True, like: 
     except UserError as e:  # heads that the ranks cannot share
         where = place(recipe_path, "parallel.tp")
         raise UserError(f"recipe refused: {where}: {str(e).removeprefix('parallel.tp: ')}") from e
-    tokens = _quality_tokens(recipe, recipe_path, text, spec)
-    calibration = _calibration(recipe, recipe_path, text, spec)
+    tokens = quality_tokens(recipe, recipe_path, text, spec)
+    calibration = calibration_tokens(recipe, recipe_path, text, spec)
     if found and weights:
         found = fetch_source(found.repo, found.commit, progress=progress)
         checkpoint = Checkpoint.open(found.folder)
@@ -361,75 +360,10 @@ def _prove(layout: Layout | CudaLayout, recipe: Recipe, target: str) -> None:
         schedule.check(found)
 
 
-def tokenizer(files: dict[str, Path]) -> Text | None:
-    """The tokenizer, None when the source has none. UserError, naming the file, when the runtime could not read it."""
-    if "tokenizer.json" not in files:
-        return None
-    text = Text({name: path.read_bytes() for name, path in _tokenizer_files(files).items()})
-    try:
-        _ = text.tokenizer, text.stop_tokens
-    except UserError as e:
-        problem = str(e).removesuffix("; build the artifact again")  # the advice to who has but the artifact
-        folder = files["tokenizer.json"].parent
-        raise UserError(f"checkpoint {folder}: {problem}; copy the file again from the source of the checkpoint") from e
-    return text
-
-
-def _quality_tokens(recipe: Recipe, recipe_path: Path, text: Text | None, spec: ModelSpec) -> tuple[int, ...] | None:
-    if recipe.quality is None:
-        return None
-    if text is None:
-        where = place(recipe_path, "quality")
-        raise UserError(
-            f"recipe refused: {where}: measuring needs a tokenizer, and the source has no tokenizer.json; remove "
-            "quality from the recipe or add the file"
-        )
-    try:
-        passage = quality.read_text(recipe.quality.text)
-        tokens = quality.tokens_of(passage, text, recipe.quality.tokens, recipe.limits.context)
-    except UserError as e:
-        raise UserError(f"recipe refused: {place(recipe_path, 'quality.text')}: {e}") from e
-    _check_tokens(tokens, spec, place(recipe_path, "quality"))
-    return tuple(tokens)
-
-
-def _calibration(
-    recipe: Recipe, recipe_path: Path, text: Text | None, spec: ModelSpec
-) -> tuple[tuple[int, ...], ...] | None:
-    if recipe.calibrate is None:
-        return None
-    if text is None:
-        where = place(recipe_path, "calibrate")
-        raise UserError(
-            f"recipe refused: {where}: calibrating needs a tokenizer, and the source has no tokenizer.json; remove "
-            "calibrate from the recipe or add the file"
-        )
-    from mkpack.calibrate import sequences_of
-
-    try:
-        found = sequences_of(recipe.calibrate.data, text, recipe.calibrate.tokens, recipe.limits.context)
-    except UserError as e:
-        raise UserError(f"recipe refused: {place(recipe_path, 'calibrate.data')}: {e}") from e
-    _check_tokens([token for sequence in found for token in sequence], spec, place(recipe_path, "calibrate"))
-    return tuple(map(tuple, found))
-
-
-def _check_tokens(tokens: Sequence[int], spec: ModelSpec, where: str) -> None:
-    if max(tokens) >= spec.vocab_size:
-        raise UserError(
-            f"recipe refused: {where}: the tokenizer gives the token {max(tokens)}, but vocab_size in config.json is "
-            f"{spec.vocab_size}; tokenizer.json belongs to another model"
-        )
-
-
 def source_files(folder: Path) -> dict[str, Path]:
     """config.json and the files of tokenizer and licence that are there, by name."""
     aux = {path.name: path for path in sorted(folder.iterdir()) if is_aux(path.name) and path.is_file()}
     return {**aux, "config.json": folder / "config.json"}
-
-
-def _tokenizer_files(files: dict[str, Path]) -> dict[str, Path]:
-    return {n: p for n, p in files.items() if not n.upper().startswith(_LEGAL)}
 
 
 def _config(folder: Path) -> dict[str, Any]:

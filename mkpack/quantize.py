@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from . import nvfp4_kernel
+from .decode import decode, e2m1, source_values
 from .errors import UserError
-from .formats import BLOCK, E2M1_MAX, E4M3_MAX, Prequantised, QTensor, e2m1_values
+from .formats import BLOCK, E2M1_MAX, E4M3_MAX, Prequantised, QTensor
 from .spec import Algorithm, Format
 
 if TYPE_CHECKING:
@@ -170,7 +171,7 @@ def _floats(tensor: torch.Tensor | Prequantised) -> torch.Tensor:
     values = torch.empty(tensor.shape)
 
     def decode(rows: slice) -> None:
-        values[rows] = _source_values(tensor, rows)
+        values[rows] = source_values(tensor, rows)
 
     _by_rows(decode, values.shape)
     return values
@@ -301,7 +302,7 @@ def _nvfp4_modelopt(
     wide = torch.nn.functional.pad(values.float(), (0, -values.shape[1] % BLOCK)).view(*start.shape, BLOCK)
 
     def squared_error(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        found = _e2m1(codes, scale.view(torch.float8_e4m3fn).float()).mul_(scale2)
+        found = e2m1(codes, scale.view(torch.float8_e4m3fn).float()).mul_(scale2)
         return _pairwise((found - wide).double().square_())
 
     best, chosen = squared_error(codes, start), start
@@ -368,13 +369,13 @@ def tensor_error(q: QTensor, tensor: torch.Tensor | Prequantised) -> ErrorStats:
         raise ValueError(f"a stored tensor of shape {list(q.shape)} beside a source of shape {list(tensor.shape)}")
     if isinstance(tensor, Prequantised):
         packed = tensor
-        return sum(_by_rows(lambda rows: _error(q, rows, _source_values(packed, rows)), q.shape), ErrorStats())
+        return sum(_by_rows(lambda rows: _error(q, rows, source_values(packed, rows)), q.shape), ErrorStats())
     source = tensor.detach().reshape(-1, q.shape[-1])
     return sum(_by_rows(lambda rows: _error(q, rows, source[rows].float()), source.shape), ErrorStats())
 
 
 def _error(q: QTensor, rows: slice, reference: torch.Tensor) -> ErrorStats:
-    return ErrorStats(_square_sum(_decode(q, rows) - reference), _square_sum(reference))
+    return ErrorStats(_square_sum(decode(q, rows) - reference), _square_sum(reference))
 
 
 def _square_sum(values: torch.Tensor) -> float:
@@ -386,51 +387,3 @@ def _square_sum(values: torch.Tensor) -> float:
         flat = flat.double()
         total = float(torch.dot(flat, flat))
     return total
-
-
-def _decode(q: QTensor, rows: slice) -> torch.Tensor:
-    """formats.dequantise of some rows, the same bits, at torch's speed."""
-    import torch
-
-    match q.format:
-        case "f32":
-            return torch.from_numpy(q.data.reshape(-1, q.shape[-1])[rows])
-        case "bf16":
-            return torch.from_numpy(q.data[rows].view(np.int16)).view(torch.bfloat16).float()
-        case "fp8":
-            assert q.scale2 is not None
-            values = torch.from_numpy(q.data[rows]).view(torch.float8_e4m3fn).float()
-            return values.mul_(torch.from_numpy(q.scale2[rows, None]))
-        case "nvfp4":
-            assert q.scale is not None and q.scale2 is not None
-            scales = torch.from_numpy(q.scale[rows]).view(torch.float8_e4m3fn).float()
-            values = _e2m1(torch.from_numpy(q.data[rows]), scales).mul_(float(q.scale2[0]))
-            return values.view(len(scales), -1)[:, : q.shape[1]]
-
-
-def _source_values(p: Prequantised, rows: slice) -> torch.Tensor:
-    """formats.source_values of some rows, the same bits."""
-    import torch
-
-    factors = torch.from_numpy(p.factors[rows])
-    if p.q.format == "fp8":
-        return torch.from_numpy(p.codes[rows]).view(torch.float8_e4m3fn).float().mul_(factors)
-    return _e2m1(torch.from_numpy(p.codes[rows]), factors).view(len(factors), -1)
-
-
-def _e2m1(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """float32 [n, blocks, 16]: e2m1 codes, uint8 [n, blocks * 8], times the scale [n, blocks] of their block."""
-    import torch
-
-    pairs = _e2m1_pairs().to(codes.device).index_select(0, codes.flatten().int())
-    return pairs.view(torch.float32).view(*scales.shape, BLOCK).mul_(scales[..., None])
-
-
-@cache
-def _e2m1_pairs() -> torch.Tensor:
-    """int64 [256]: for every byte its two e2m1 values, as two float32 in one word so that a look-up moves both."""
-    import torch
-
-    byte = np.arange(256)
-    pairs = np.stack([e2m1_values()[byte & 15], e2m1_values()[byte >> 4]], axis=-1)
-    return torch.from_numpy(pairs.view(np.int64).ravel())
