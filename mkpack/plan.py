@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 # Resident size of Python before any tensor, of Python and torch, and with modelopt, which fp8 needs. Besides, what a
 # thread that quantises and packs keeps: chunks, slabs, and the allocator's own leftovers.
 PYTHON_BYTES, TORCH_BYTES, MODELOPT_BYTES = 90 << 20, 265 << 20, 510 << 20
-THREAD_BYTES = 32 << 20
+THREAD_BYTES = 40 << 20
 _HARDWARE: dict[LayoutName, str] = {"cpu": "CPUs", "cuda": "GPUs"}
 
 
