@@ -82,8 +82,10 @@ void open_device(uint64_t bytes, const std::string& what) {
       refuse("holds " + std::to_string(resident * d.multiProcessorCount) + " blocks of the kernel at a time, and all " +
              std::to_string(kGrid) + " must be resident");
   };
-  admit(step_kernel<1>, sizeof(StepShared));
-  admit(step_kernel<2>, sizeof(StepShared));
+  admit(step_kernel<1, false>, sizeof(StepShared));
+  admit(step_kernel<1, true>, sizeof(StepShared));
+  admit(step_kernel<2, false>, sizeof(StepShared));
+  admit(step_kernel<2, true>, sizeof(StepShared));
   if constexpr (kFast) {
     admit(decode_kernel<kTraced, false>, sizeof(DecodeShared));
     admit(decode_kernel<kTraced, true>, sizeof(DecodeShared));

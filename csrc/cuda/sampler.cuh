@@ -102,7 +102,7 @@ __device__ __forceinline__ uint64_t weight_within(const Distances& distances, fl
 constexpr uint32_t kLastToken = ~0u;  // a place with it comes after every token of its distance
 
 // What is used more than once is called, not inlined: a step's code shall stay in the instruction cache.
-#define MK_CALLED static __attribute__((noinline)) __device__
+#define MK_CALLED inline __attribute__((noinline)) __device__
 
 struct Sums {
   uint64_t before, all;

@@ -200,7 +200,10 @@ inline void mk_model::launch(int given, int new_tokens, int made, int num_logits
   uint32_t zero = 0;
   void* args[] = {&p, &zero};
   const bool wide = std::min(given, kStepTokens) > 8;
-  check(cudaLaunchCooperativeKernel(wide ? step_kernel<2> : step_kernel<1>, dim3(kGrid), dim3(kThreads), args,
+  const bool drawn = request && !is_greedy(p.sampling);
+  const auto kernel = wide ? drawn ? step_kernel<2, true> : step_kernel<2, false>
+                           : drawn ? step_kernel<1, true> : step_kernel<1, false>;
+  check(cudaLaunchCooperativeKernel(kernel, dim3(kGrid), dim3(kThreads), args,
                                     sizeof(StepShared), stream),
         "launching the kernel");
 }

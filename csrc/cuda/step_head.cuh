@@ -47,10 +47,12 @@ MK_HD bool is_greedy(const Sampling& r) { return r.temperature == 0.f && r.repet
 // Position of the token that this step chooses: behind its last one.
 __device__ __forceinline__ int next_position(const StepBlock& b) { return b.position() + b.tokens(); }
 
-// The token behind the step's last into s.token; every SM finds the same.
+// The token behind the step's last into s.token; every SM finds the same. kDrawn: by the sampler, which greedy kernels do
+// without: their code is smaller.
+template <bool kDrawn>
 __device__ __forceinline__ void choose_token(const StepParams& p, StepShared& s) {
   const int last = s.tokens - 1;
-  if (is_greedy(p.sampling)) {
+  if constexpr (!kDrawn) {
     StepBlock b = consumer(p, s, 0);
     if (b.warp == 0) {
       float best = -INFINITY;
@@ -63,17 +65,18 @@ __device__ __forceinline__ void choose_token(const StepParams& p, StepShared& s)
       for (int o = 16; o; o >>= 1) keep_best(best, row, __shfl_xor_sync(~0u, best, o), __shfl_xor_sync(~0u, row, o));
       if (b.lane() == 0) s.token = row < kVocab ? row : 0;  // all logits NaN
     }
-    return;
   }
-  if (blockIdx.x == 0) {
+  if constexpr (kDrawn) {
+    if (blockIdx.x == 0) {
+      StepBlock b = consumer(p, s, 0);
+      const int chosen = sample<kVocab>(p.sampling, p.logits + (int64_t)(s.first + last) * kVocab, p.history,
+                                        next_position(b), next_position(b), b.tid, *b.scratch<SamplerScratch>());
+      if (threadIdx.x == kProducers) p.shared_token[0] = chosen;
+    }
     StepBlock b = consumer(p, s, 0);
-    const int chosen = sample<kVocab>(p.sampling, p.logits + (int64_t)(s.first + last) * kVocab, p.history, next_position(b),
-                                      next_position(b), b.tid, *b.scratch<SamplerScratch>());
-    if (threadIdx.x == kProducers) p.shared_token[0] = chosen;
+    b.meet();
+    if (b.tid == 0) s.token = __ldcg(p.shared_token);
   }
-  StepBlock b = consumer(p, s, 0);
-  b.meet();
-  if (b.tid == 0) s.token = __ldcg(p.shared_token);
 }
 
 // Tells the host of s.token and decides whether the generation ends with it: s.ended.

@@ -36,8 +36,8 @@ __device__ __forceinline__ void run_step(const StepParams& p, StepShared& s, uin
   if (b.tid == 0) s.dense_pages = dense.n, s.expert_pages = expert.n;
 }
 
-// kTiles: groups of eight tokens that a step may have, 1 or 2.
-template <int kTiles>
+// kTiles: groups of eight tokens that a step may have, 1 or 2. kDrawn: tokens may be drawn.
+template <int kTiles, bool kDrawn>
 __global__ void __launch_bounds__(kThreads, 1) step_kernel(__grid_constant__ const StepParams p, uint32_t zero) {
   MK_DYNAMIC_SHARED(raw);
   StepShared& s = *(StepShared*)raw;
@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kThreads, 1) step_kernel(__grid_constant__ con
   do {
     run_step<kTiles>(p, s, zero);
     if (p.new_tokens && s.step + 1 >= given_steps(p)) {
-      choose_token(p, s);
+      choose_token<kDrawn>(p, s);
       announce_token(p, s);
     }
     team_sync<kTeam>();
