@@ -132,10 +132,10 @@ def fake_modules() -> dict[str, Any]:
     }
 
 
-def _build(recipe: Path, output: str | None, force: bool, keep_work: bool, trace: bool, console: Any) -> Path:
+def _build(recipe: Path, output: str | None, force: bool, keep_work: bool, console: Any, **flags: bool) -> Path:
     if not recipe.exists():
         raise UserError(f"{recipe}: no such file")
-    console.print("step 1 of 1" + ", traced" * trace)
+    console.print("step 1 of 1" + "".join(f", {flag}" for flag in flags if flags[flag]))
     path = Path(output) if output else recipe.with_suffix(".mkpack")
     path.write_bytes(b"12345")
     return path
@@ -536,4 +536,6 @@ def test_trace_and_a_build_for_it(call: Any, tmp_path: Path) -> None:
     assert call("trace", "a.mkpack")[0] == call("trace", "a.mkpack", "-o", "t.json", "--tokens", "17")[0] == 2
     recipe = tmp_path / "r.yaml"
     recipe.write_text("")
-    assert "traced" in call("build", str(recipe), "--trace")[2] and "traced" not in call("build", str(recipe))[2]
+    told = [call("build", str(recipe), *flags)[2] for flags in ((), ("--trace",), ("--strict",))]
+    assert ["trace" in text for text in told] == [False, True, False]
+    assert ["strict" in text for text in told] == [False, False, True]

@@ -26,6 +26,11 @@ quantise:
   attention: fp8
   lm_head: nvfp4
   embeddings: fp8
+  algorithm: mse
+calibrate:
+  data: ../text
+  tokens: 99
+  min_tokens: 3
 parallel:
   tp: 8
   split: n
@@ -272,6 +277,9 @@ def test_canonical_text_leaves_out_paths_and_nothing_else(tmp_path: Path) -> Non
         ("context: 16", "context: 17"),
         ("step: 1", "step: 2"),
         ("tokens: 100", "tokens: 101"),
+        ("algorithm: mse", "algorithm: max"),
+        ("tokens: 99", "tokens: 98"),
+        ("min_tokens: 3", "min_tokens: 4"),
     ]:
         assert FULL.count(old) == 1
         assert load_recipe(write(tmp_path, FULL.replace(old, new))).canonical_text() != base
@@ -380,3 +388,26 @@ def test_a_wrong_value_is_refused_with_its_line_and_key(tmp_path: Path, data: An
 def test_any_text_is_refused_as_a_user_error(tmp_path: Path, text: str) -> None:
     message = refusal(tmp_path, text.encode("utf-8", "surrogatepass"))
     assert str(tmp_path / "recipe.yaml") in message
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("calibrate: {data: 5}", "calibrate.data: expected default, or the path of a text file"),
+        ("calibrate: {data: }", "calibrate.data: expected default, or the path"),
+        ("calibrate: {tokns: 5}", 'calibrate.tokns: unknown key (did you mean "tokens"?)'),
+        ("calibrate: {tokens: 0}", "calibrate.tokens: expected a whole number of at least 1, found the number 0"),
+        ("calibrate:", "calibrate: expected a section with some of the keys data, tokens, min_tokens, found nothing"),
+        ("quantise: {algorithm: mean}", "quantise.algorithm: expected one of max, mse"),
+    ],
+)
+def test_calibration_and_algorithm_are_read_strictly(tmp_path: Path, text: str, expected: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load_recipe(write(tmp_path, SMALL + text + "\n"))
+    assert f":{len(SMALL.splitlines()) + 1}: {expected}" in str(caught.value)
+
+
+def test_the_data_of_a_calibration_is_a_path_or_ours(tmp_path: Path) -> None:
+    for text, expected in (("", None), ("data: default", None), ("data: a.txt", tmp_path / "a.txt")):
+        found = load_recipe(write(tmp_path, f"{SMALL}calibrate: {{{text}}}\n")).calibrate
+        assert found and found.data == expected and (found.tokens, found.min_tokens) == (2048, 8)
