@@ -262,8 +262,8 @@ def test_the_model_computes_what_its_quantised_checkpoint_says(plain, exported, 
 @pytest.mark.parametrize(
     ("experts", "said", "memory"),
     [
-        ("nvfp4", "nvfp4 in the source, and taken over bit for bit", 2 * 0.8125 + 4 * 0.5625),
-        ("bf16", "nvfp4 in the source, but the recipe says bf16: larger, and no better than nvfp4", 2 * 4.8125 + 4 * 2),
+        ("nvfp4", "nvfp4 in the source, and taken over bit for bit", 2 * 0.8125 + 0.5625),
+        ("bf16", "nvfp4 in the source, but the recipe says bf16: larger, and no better than nvfp4", 2 * 4.8125 + 2),
     ],
 )
 def test_a_plan_holds_the_recipe_against_what_the_source_is(exported, tmp_path, experts, said, memory):
