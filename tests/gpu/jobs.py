@@ -243,6 +243,7 @@ def digests(built: Built, prompt: Tokens, new: int, times: int) -> list[str]:
             for request in ({}, {"temperature": 0.8, "top_p": 0.95, "seed": 7}):
                 model.truncate(0)
                 hashed.update(str(model.generate(prompt, max_new_tokens=new, **request).tokens).encode())
+            model.truncate(0)
             hashed.update(model.step(model.generate([1], max_new_tokens=2).tokens[:1]).tobytes())
             found.append(hashed.hexdigest())
     return found

@@ -37,7 +37,7 @@ def test_numbers_of_the_float64_twin(small, name, rehearsal, say):
     (error, worst), behind, _ = jobs.run("random_twin", built, weights.plain(), prompt, SMALL[name].cuts, 8, limit=100)
     say(f"{len(prompt)} tokens: logits differ by {error:.1e}, at one position by {worst:.1e}")
     say(f"greedy tokens at most {behind:.1e} behind the best")
-    assert error < TOLERANCE and worst < 2 * TOLERANCE and behind < TOLERANCE
+    assert error < TOLERANCE and worst < 5 * TOLERANCE and behind < TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["fp8, biases, windows", "Qwen3's shape, two layers"])
