@@ -178,9 +178,10 @@ MK_EXPORT int32_t mk_step(mk_model* model, const int32_t* tokens, int32_t count,
     model->finish();
     model->length += count;
     if (wanted)
-      check(cudaMemcpy(logits, model->logits() + (size_t)(count - wanted) * kVocab,
-                       (size_t)wanted * kVocab * sizeof(float), cudaMemcpyDeviceToHost),
-            "copying logits from the GPU");
+      for (int i = 0; i < wanted; i++)
+        check(cudaMemcpy(logits + (size_t)i * kVocab, model->logits() + (size_t)(count - wanted + i) * kHeadRows,
+                         kVocab * sizeof(float), cudaMemcpyDeviceToHost),
+              "copying logits from the GPU");
     return MK_OK;
   });
 }

@@ -66,7 +66,7 @@ struct Workspace {
   const size_t attention = place<uint16_t>((size_t)kMaxTokens * kQRows);
   const size_t router_logits = place<float>((size_t)kMaxTokens * kExperts);
   const size_t swiglu = place<uint16_t>((size_t)kMaxTokens * kTopK * kMoeIntermediate);
-  const size_t logits = place<float>((size_t)kMaxTokens * kVocab);
+  const size_t logits = place<float>((size_t)kMaxTokens * kHeadRows);
   const size_t best = place<float2>((size_t)kMaxTokens * kGrid);
   const size_t shared_token = place<int32_t>(2);
   const size_t history = place<int32_t>(kMaxContext + 1);

@@ -34,7 +34,7 @@ struct StepParams {
   uint16_t* attention;   // [kMaxTokens][kQRows]
   float* router_logits;  // [kMaxTokens][kExperts]
   uint16_t* swiglu;      // [kMaxTokens x kTopK][kMoeIntermediate]
-  float* logits;         // [kMaxTokens][kVocab]; rows count on over the steps of a launch without new tokens
+  float* logits;         // [kMaxTokens][kHeadRows], aligned for the sampler; rows count on over the steps of a launch without new tokens
   float2* best;          // [kMaxTokens][kGrid] {largest logit, its row as an integer's bits}
   int32_t* shared_token; // [2] what SM 0 decided: the token, 1 when the generation was cancelled
   float* taps;           // NULL, or [layer][kMaxTokens][kHidden]: the residual after every layer

@@ -19,7 +19,7 @@ __device__ __forceinline__ void step_head(StepBlock& b, StepRing& ring) {
       if (out >= kVocab) return;
       float y = output_sum<kTiles>(b, row, token) * b.s.rms[token];
       if constexpr (kHeadFp8) y *= __ldg(b.p.head_scales + out);
-      b.p.logits[(int64_t)(b.s.first + token) * kVocab + out] = y;
+      b.p.logits[(int64_t)(b.s.first + token) * kHeadRows + out] = y;
       keep_best(best, best_row, y, out);
     });
   });
@@ -69,7 +69,7 @@ __device__ __forceinline__ void choose_token(const StepParams& p, StepShared& s)
   if constexpr (kDrawn) {
     if (blockIdx.x == 0) {
       StepBlock b = consumer(p, s, 0);
-      const int chosen = sample<kVocab>(p.sampling, p.logits + (int64_t)(s.first + last) * kVocab, p.history,
+      const int chosen = sample<kVocab>(p.sampling, p.logits + (int64_t)(s.first + last) * kHeadRows, p.history,
                                         next_position(b), next_position(b), b.tid, *b.scratch<SamplerScratch>());
       if (threadIdx.x == kProducers) p.shared_token[0] = chosen;
     }
