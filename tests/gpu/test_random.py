@@ -11,7 +11,9 @@ import pytest
 from models import SMALL
 
 NUMBERS = [name for name in SMALL if name != "few blocks"]
-TOLERANCE = 2e-2  # bf16 inputs of every product; a position where a rounding chose another expert may be off five times as far
+TOLERANCE = (
+    2e-2  # bf16 inputs of every product; a position where a rounding chose another expert may be off five times as far
+)
 SANITIZER = ("/usr/local/cuda/bin/compute-sanitizer", "/usr/local/cuda/compute-sanitizer/compute-sanitizer")
 
 
@@ -67,5 +69,5 @@ def test_sanitizer(small, tool, rehearsal, say):
     say("; ".join(summaries) or "no summary")
     assert result == (True, 0, 0)
     if tool == "racecheck" and any("hazards displayed" in line for line in summaries):
-        pytest.xfail("racecheck follows neither mbarriers nor all of the named barriers: docs/CUDA.md, what was checked")
+        pytest.xfail("it follows neither mbarriers nor all named barriers: docs/CUDA.md, what was checked")
     assert summaries and all(re.search(r": 0 (errors|hazards)", line) for line in summaries), output[-4000:]
