@@ -9,7 +9,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,18 +21,23 @@ import numpy as np
 import pytest
 
 from mkpack import compile, platform
+from mkpack.codegen_cuda import cuda_header
 from mkpack.layout_cuda import CudaLayout
 from mkpack.manifest import Limits
+from mkpack.pack_cuda import CudaBlobWriter
 
 EMULATOR = Path(__file__).parent / "cuda" / "emulator"
 MACHINE = tuple(sorted(EMULATOR.glob("*.cpp")))
 # The kernels look at the same bytes through several types, as nvcc allows. -g1 lets reports name functions and lines.
+# -Og compiles in two thirds of -O1's time, and what it makes runs as fast: the machine takes most of it.
 FLAGS = (
-    "-std=c++20 -O1 -g1 -fno-strict-aliasing -fPIC -fvisibility=hidden -Wall -Wno-unknown-pragmas -Wno-parentheses"
+    "-std=c++20 -Og -g1 -fno-strict-aliasing -fPIC -fvisibility=hidden -Wall -Wno-unknown-pragmas -Wno-parentheses"
 ).split()
 KERNEL = ("-include", "emulator.h", "-x", "c++")
 # The compiler then calls the emulator at every access: race.h.
 RACES = ("-fsanitize=thread", "--param", "tsan-distinguish-volatile=1")
+
+Call = tuple[str, Sequence[Any], dict[str, Any]]  # of kernels.Model: method, arguments
 
 
 def _command(headers: Path | None = None) -> list[str | Path]:
@@ -48,10 +55,17 @@ def _run(command: Sequence[str | Path]) -> None:
 
 
 @cache
-def _machine() -> list[Path]:
-    """Objects of the emulator itself, compiled once a session."""
+def _session() -> Path:
+    """A folder of this session's, for what is compiled once in it."""
     folder = Path(tempfile.mkdtemp())
     atexit.register(shutil.rmtree, folder)
+    return folder
+
+
+@cache
+def _machine() -> list[Path]:
+    """Objects of the emulator itself."""
+    folder = _session()
     objects = [folder / f"{source.stem}.o" for source in MACHINE]
     for source, compiled in zip(MACHINE, objects, strict=True):
         _run([*_command(), *KERNEL, "-O2", "-c", source, "-o", compiled])
@@ -69,24 +83,63 @@ def build(
     return out
 
 
-def build_library(model_h: str, folder: Path, *, races: bool = False) -> Path:
-    """The .so of a CUDA target with this model.h, loadable as any other, that runs on the emulated machine."""
+def build_library(model_h: str, folder: Path, *, source: Path | None = None, races: bool = False) -> Path:
+    """The .so of a CUDA target with this model.h, loadable as any other, that runs on the emulated machine. source:
+    instead of model.cu."""
     (folder / "model.h").write_text(model_h)
     csrc = compile.sources()
     link = ("-shared", f"-Wl,--version-script={csrc / 'exports.map'}")
-    return build(csrc / "cuda" / "model.cu", folder / "kernel.so", headers=folder, races=races, link=link)
+    return build(source or csrc / "cuda" / "model.cu", folder / "kernel.so", headers=folder, races=races, link=link)
 
 
-Call = tuple[str, Sequence[Any], dict[str, Any]]  # of kernels.Model: method, arguments
+@cache
+def library(model_h: str, *, source: Path | None = None, races: bool = False) -> Path:
+    """The same, compiled once a session."""
+    return build_library(model_h, Path(tempfile.mkdtemp(dir=_session())), source=source, races=races)
 
 
-def calls(
-    kernel: Path, layout: CudaLayout, limits: Limits, blob: Path, wanted: Sequence[Call], **settings: object
-) -> list[Any]:
-    """Results of calls to a model that runs in a process of its own, which the emulator may end: the test then fails
-    with its report. settings: wait_limit_s, and MK_EMULATOR_* without that beginning."""
+@dataclass(frozen=True)
+class Emulated:
+    """A model of random weights for the emulated machine."""
+
+    layout: CudaLayout
+    limits: Limits
+    weights: kernels.Weights
+    header: str
+    blob: Path
+    source: Path | None = None
+
+    @staticmethod
+    def random(
+        layout: CudaLayout, limits: Limits, grid: int, *, trace: bool = False, source: Path | None = None, add: str = ""
+    ) -> Emulated:
+        """grid: blocks. source: see library(). add: to its header."""
+        weights, blob = kernels.Weights.random(layout), Path(tempfile.mkdtemp(dir=_session())) / "blob"
+        with CudaBlobWriter(layout, blob) as writer:
+            for name, q in weights.tensors.items():
+                writer.put(name, q, q.format)
+        header = cuda_header(layout, limits, "sm_90a", trace, grid)
+        return Emulated(layout, limits, weights, header + add, blob, source)
+
+    def library(self, races: bool = False) -> Path:
+        return library(self.header, source=self.source, races=races)
+
+    def calls(self, *wanted: Call, races: bool = False, **settings: object) -> list[Any]:
+        """Results of calls to the model in a process of its own, which the emulator may end: the test then fails with
+        its report. settings: wait_limit_s, and MK_EMULATOR_* without that beginning."""
+        return _calls(self.library(races), self, wanted, **settings)
+
+    @contextmanager
+    def running(self, **options: Any) -> Iterator[kernels.Model]:
+        """The model in this process, for calls that are not going to fail; options of mk_options."""
+        blobs = [np.memmap(self.blob, np.uint8, "r")]
+        with kernels.running(self.library(), self.layout, self.limits, blobs, **options) as model:
+            yield model
+
+
+def _calls(kernel: Path, model: Emulated, wanted: Sequence[Call], **settings: object) -> list[Any]:
     options = {"wait_limit_s": settings.pop("wait_limit_s", 1e6)}
-    work = pickle.dumps((kernel, layout, limits, blob, options, wanted))
+    work = pickle.dumps((kernel, model.layout, model.limits, model.blob, options, wanted))
     environment = {**os.environ, **{f"MK_EMULATOR_{name.upper()}": str(value) for name, value in settings.items()}}
     command = [sys.executable, __file__]
     done = subprocess.run(command, input=work, capture_output=True, env=environment, timeout=300)

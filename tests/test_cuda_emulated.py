@@ -4,21 +4,15 @@ whatever the order in which warps run, no races, and waits that end."""
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from pathlib import Path
 
 import emulator
-import kernels
 import numpy as np
 import plain_model
 import pytest
 from cuda_models import cuda_layout, small_spec
 
 from mkpack import abi
-from mkpack.codegen_cuda import cuda_header
-from mkpack.layout_cuda import CudaLayout
 from mkpack.manifest import Limits
-from mkpack.pack_cuda import CudaBlobWriter
 from mkpack.spec import LayerSpec
 
 LIMITS = Limits(context=64, tokens_per_step=16)
@@ -40,34 +34,10 @@ MODELS = {
 PROMPT = [5, 9, 11, 2, 7, 0, 3, 12, 1, 1, 8, 4, 10, 6, 5, 2, 9, 3, 11]  # more than a step takes
 
 
-@dataclass
-class Built:
-    name: str
-    layout: CudaLayout
-    blob: Path
-    weights: kernels.Weights
-    folder: Path
-
-    def library(self, races: bool = False) -> Path:
-        folder = self.folder / ("races" if races else "plain")
-        if not folder.exists():
-            folder.mkdir()
-            header = cuda_header(self.layout, LIMITS, "sm_90a", grid=MODELS[self.name][1])
-            emulator.build_library(header, folder, races=races)
-        return folder / "kernel.so"
-
-    def calls(self, *wanted: emulator.Call, races: bool = False, **settings: object) -> list:
-        return emulator.calls(self.library(races), self.layout, LIMITS, self.blob, wanted, **settings)
-
-
 @pytest.fixture(scope="module", params=MODELS)
-def built(request, tmp_path_factory):
-    layout, _ = MODELS[request.param]
-    weights, folder = kernels.Weights.random(layout), tmp_path_factory.mktemp("emulated")
-    with CudaBlobWriter(layout, folder / "blob") as writer:
-        for name, q in weights.tensors.items():
-            writer.put(name, q, q.format)
-    return Built(request.param, layout, folder / "blob", weights, folder)
+def built(request):
+    layout, grid = MODELS[request.param]
+    return emulator.Emulated.random(layout, LIMITS, grid)
 
 
 def relative_error(found: np.ndarray, wanted: np.ndarray) -> float:
@@ -102,7 +72,7 @@ def test_no_races(built):
 
 
 def test_a_wait_that_ends_says_so(built):
-    if MODELS[built.name][1] == 1:
+    if built.layout is MODELS["one block"][0]:
         pytest.skip("nobody waits for another block")
     # The last block starts after 2 s; the others give up before.
     first, second = built.calls(

@@ -40,7 +40,7 @@ MISTAKES = {
         "warps 0 2: bar.sync 4 (64 of 96 threads there)",
         "warps 1: left",
     ],
-    "forgotten_store": ["deadlock: nothing has changed for", "block 0 1\n", "__all_sync"],
+    "forgotten_store": ["deadlock: nothing has changed for", "block 0 1\n", "polls"],
     "forgotten_copy": ["deadlock: nothing has changed for", "mbarrier wait for parity 0 of the one at byte 0"],
     "diverged": ["lanes of a warp meet at different places", "__ballot_sync", "__syncwarp"],
     "no_mbarrier": ["the mbarrier at shared byte 16 was not made, or was overwritten"],

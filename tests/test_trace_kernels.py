@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import emulator
-import kernels
 import numpy as np
 import pytest
 from cuda_models import cuda_layout, cuda_spec, small_spec
 
 from mkpack import abi
 from mkpack.codegen_cuda import cuda_header
-from mkpack.layout_cuda import CudaLayout
 from mkpack.manifest import Limits
-from mkpack.pack_cuda import CudaBlobWriter
 from mkpack.trace import Trace, summarise, to_chrome
 
 LIMITS = Limits(context=32, tokens_per_step=16)
@@ -30,14 +25,9 @@ DECODE = cuda_spec(
 MODELS = {"decode": (cuda_layout(DECODE), 64), "step": (cuda_layout(small_spec(hidden_size=64, vocab_size=13)), 3)}
 
 
-def traced(name: str, folder: Path, *wanted: emulator.Call, trace: bool = True) -> tuple[CudaLayout, list]:
+def traced(name: str, *wanted: emulator.Call, trace: bool = True) -> list:
     layout, grid = MODELS[name]
-    weights = kernels.Weights.random(layout)
-    with CudaBlobWriter(layout, folder / "blob") as writer:
-        for tensor, q in weights.tensors.items():
-            writer.put(tensor, q, q.format)
-    library = emulator.build_library(cuda_header(layout, LIMITS, "sm_90a", trace, grid), folder)
-    return layout, emulator.calls(library, layout, LIMITS, folder / "blob", wanted)
+    return emulator.Emulated.random(layout, LIMITS, grid, trace=trace).calls(*wanted)
 
 
 def check_order(names: list[str], stamps: np.ndarray) -> None:
@@ -55,7 +45,7 @@ def check_order(names: list[str], stamps: np.ndarray) -> None:
                 last[there] = end[there]
 
 
-def test_decode_kernel(tmp_path):
+def test_decode_kernel():
     calls = [
         ("run", [PROMPT[:3]], {}),
         ("trace", [PROMPT[3:], 2], {}),
@@ -63,7 +53,7 @@ def test_decode_kernel(tmp_path):
         ("length", [], {}),
         ("trace", [PROMPT[:1], 40], {}),
     ]
-    _, found = traced("decode", tmp_path, *calls)
+    found = traced("decode", *calls)
     _, (code, names, stamps), (_, step_names, several), length, (too_many, _, _) = found
     assert code == abi.OK and length == 3 and too_many == abi.ERR_CONTEXT
     assert stamps.shape == (2, 2, len(names), 64, 4)
@@ -84,18 +74,16 @@ def test_decode_kernel(tmp_path):
     assert found.step_us > 0 and '"experts"' in to_chrome(Trace(names, stamps, ""))
 
 
-def test_step_kernel(tmp_path):
-    _, found = traced(
-        "step", tmp_path, ("run", [PROMPT], {}), ("trace", [PROMPT[:1], 2], {}), ("trace", [PROMPT, 2], {})
-    )
+def test_step_kernel():
+    found = traced("step", ("run", [PROMPT], {}), ("trace", [PROMPT[:1], 2], {}), ("trace", [PROMPT, 2], {}))
     for code, names, stamps in found[1:]:
         assert code == abi.OK and (stamps[..., 0] > 0).any(axis=(1, 2)).all()
         check_order(names, stamps)
         assert (stamps[1:, 0, 0, :, 0] > stamps[:-1, 0, 0, :, 0]).all()
 
 
-def test_an_ordinary_build_keeps_no_times(tmp_path):
-    _, ((code, _, _),) = traced("step", tmp_path, ("trace", [PROMPT[:1], 2], {}), trace=False)
+def test_an_ordinary_build_keeps_no_times():
+    ((code, _, _),) = traced("step", ("trace", [PROMPT[:1], 2], {}), trace=False)
     assert code == abi.ERR_ARGUMENT
 
 

@@ -46,7 +46,6 @@ void make_ready(Warp& w, uint32_t lanes) {
 void leave(State state) {
   Lane& l = *machine.running;
   l.state = state;
-  l.loads = 0;
   if (state == State::ready) l.warp->ready |= 1u << l.index;
   switch_fiber(l.fiber, machine.main, state == State::left);
 }
@@ -147,8 +146,10 @@ void run_turns() {
       continue;
     }
     hold_somebody();
+    // A warp goes on for a few meetings of its lanes or for many: the cache then holds their stacks.
+    const uint64_t meetings = 4ull << draw() % 5;
     do run_warp(*w);
-    while (w->ready && !w->spins && draw() % 8);
+    while (w->ready && !w->spins && draw() % meetings);
     if (m.turn - m.last_progress < stall) {
       leaps = 0;
     } else {  // time passes until a watchdog of the kernel does something

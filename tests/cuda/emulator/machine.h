@@ -33,7 +33,7 @@ struct Lane {
   int index;  // in its warp
   State state;
   Doing doing;
-  uint32_t loads;  // relaxed loads since it last gave way
+  uint32_t loads;  // relaxed loads since it last gave way to another warp for that
   std::vector<std::pair<uint8_t*, const uint8_t*>> copies;  // of 16 bytes, under way: to, from
 };
 

@@ -9,7 +9,7 @@
 namespace emulator {
 namespace {
 
-constexpr uint32_t kPolls = 16;  // relaxed loads after which a lane gives way
+constexpr uint32_t kPolls = 4;  // relaxed loads after which a lane gives way
 
 // Static shared memory is addressed by its distance from a place in the program.
 constexpr uint32_t kStaticBase = 1u << 30, kStaticRange = 1u << 29;
@@ -171,6 +171,7 @@ void polled(const void* from, size_t bytes) {
   if ((uintptr_t)from % bytes) fail("a load of %zu bytes from %p", bytes, from);
   Lane& l = *machine.running;
   if (++l.loads >= kPolls) {
+    l.loads = 0;
     l.doing = {"polls", SITE};
     l.warp->spins = true;
     leave(State::ready);

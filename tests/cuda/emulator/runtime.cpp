@@ -20,7 +20,7 @@ std::map<const void*, size_t>& allowed_shared() {
   static auto* all = new std::map<const void*, size_t>;
   return *all;
 }
-constexpr size_t kShared = 227 << 10, kSharedUnasked = 48 << 10;
+constexpr size_t kSharedUnasked = 48 << 10;
 
 bool owned(const void* p, size_t bytes) {
   auto at = allocations().upper_bound((uint8_t*)p);
@@ -28,10 +28,12 @@ bool owned(const void* p, size_t bytes) {
   --at;
   return (uint8_t*)p + bytes <= at->first + at->second.bytes;
 }
-int number(const char* name, int otherwise) {
+size_t number(const char* name, size_t otherwise) {
   const char* text = getenv(name);
-  return text && *text ? atoi(text) : otherwise;
+  return text && *text ? strtoull(text, nullptr, 10) : otherwise;
 }
+size_t shared_limit() { return number("MK_EMULATOR_SHARED", 227 << 10); }
+size_t memory() { return number("MK_EMULATOR_MEMORY", size_t{1} << 40); }
 
 }  // namespace
 
@@ -70,23 +72,23 @@ cudaError_t cudaMemset(void* p, int value, size_t bytes) {
   return cudaSuccess;
 }
 cudaError_t cudaGetDeviceCount(int* n) {
-  *n = 1;
-  return cudaSuccess;
+  *n = (int)number("MK_EMULATOR_GPUS", 1);
+  return *n ? cudaSuccess : cudaErrorNoDevice;
 }
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* d, int) {
-  const int capability = number("MK_EMULATOR_CAPABILITY", 90);
+  const int capability = (int)number("MK_EMULATOR_CAPABILITY", 90);
   *d = {};
   snprintf(d->name, sizeof d->name, "emulated GPU");
   d->major = capability / 10;
   d->minor = capability % 10;
-  d->multiProcessorCount = number("MK_EMULATOR_SMS", 160);
-  d->cooperativeLaunch = 1;
-  d->sharedMemPerBlockOptin = kShared;
-  d->totalGlobalMem = size_t{1} << 40;
+  d->multiProcessorCount = (int)number("MK_EMULATOR_SMS", 160);
+  d->cooperativeLaunch = (int)number("MK_EMULATOR_COOPERATIVE", 1);
+  d->sharedMemPerBlockOptin = shared_limit();
+  d->totalGlobalMem = memory();
   return cudaSuccess;
 }
 cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
-  *free = *total = size_t{1} << 40;
+  *free = *total = memory();
   return cudaSuccess;
 }
 const char* cudaGetErrorString(cudaError_t e) { return e == cudaSuccess ? "no error" : "the emulator refuses this"; }
@@ -125,7 +127,7 @@ std::string nearest_allocation(const uint8_t* p) {
 }
 
 cudaError_t allow_shared(const void* kernel, size_t bytes) {
-  if (bytes > kShared) return cudaErrorInvalidValue;
+  if (bytes > shared_limit()) return cudaErrorInvalidValue;
   allowed_shared()[kernel] = bytes;
   return cudaSuccess;
 }
@@ -134,7 +136,7 @@ cudaError_t launchable(const void* kernel, dim3 blocks, dim3 threads, size_t sha
   const auto allowed = allowed_shared().find(kernel);
   if (count == 0 || size == 0 || size > 1024) return cudaErrorInvalidConfiguration;
   if (shared > (allowed == allowed_shared().end() ? kSharedUnasked : allowed->second)) return cudaErrorInvalidValue;
-  if (together && count > (uint64_t)number("MK_EMULATOR_SMS", 160)) return cudaErrorCooperativeLaunchTooLarge;
+  if (together && count > number("MK_EMULATOR_SMS", 160)) return cudaErrorCooperativeLaunchTooLarge;
   return cudaSuccess;
 }
 
