@@ -240,7 +240,7 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(cases())
 def test_the_tokens_of_the_cpu(samplers, case):
     samplers.check(case)
