@@ -39,7 +39,7 @@ def test_numbers_of_the_float64_twin(small, name, rehearsal, say):
     (error, worst), behind, _ = jobs.run("random_twin", built, weights.plain(), prompt, SMALL[name].cuts, 8, limit=100)
     say(f"{len(prompt)} tokens: logits differ by {error:.1e}, at one position by {worst:.1e}")
     say(f"greedy tokens at most {behind:.1e} behind the best")
-    assert error < TOLERANCE and worst < 5 * TOLERANCE and behind < TOLERANCE
+    assert error < TOLERANCE and worst < 2 * TOLERANCE and behind < TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["fp8, biases, windows", "Qwen3's shape, two layers"])
@@ -68,6 +68,4 @@ def test_sanitizer(small, tool, rehearsal, say):
     summaries = re.findall(r"=+ ((?:ERROR|RACECHECK) SUMMARY: .*)", output)
     say("; ".join(summaries) or "no summary")
     assert result == (True, 0, 0)
-    if tool == "racecheck" and any("hazards displayed" in line for line in summaries):
-        pytest.xfail("it follows neither mbarriers nor all named barriers: docs/CUDA.md, what was checked")
     assert summaries and all(re.search(r": 0 (errors|hazards)", line) for line in summaries), output[-4000:]
