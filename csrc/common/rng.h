@@ -2,17 +2,25 @@
 #pragma once
 #include <cstdint>
 
+#if defined(__CUDACC__) || defined(MK_EMULATED)
+#define MK_EVERYWHERE __host__ __device__
+#else
+#define MK_EVERYWHERE
+#endif
+
 namespace mk {
 
-// splitmix64's finaliser over a Weyl sequence; uniform in [0, 1) with 53 bits.
-inline double draw(uint64_t seed, uint64_t position) {
+// splitmix64's finaliser over a Weyl sequence: 53 random bits.
+MK_EVERYWHERE inline uint64_t draw_bits(uint64_t seed, uint64_t position) {
   uint64_t z = seed + (position + 1) * 0x9e3779b97f4a7c15ull;
   for (int round = 0; round < 2; round++) {
     z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
     z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
     z ^= z >> 31;
   }
-  return static_cast<double>(z >> 11) * 0x1p-53;
+  return z >> 11;
 }
+// The same as a fraction, uniform in [0, 1).
+inline double draw(uint64_t seed, uint64_t position) { return static_cast<double>(draw_bits(seed, position)) * 0x1p-53; }
 
 }  // namespace mk
