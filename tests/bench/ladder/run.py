@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 
 from mkpack import platform  # noqa: E402
 
-PROGRAMS = ("ring", "exchange", "products", "attention", "router")
+PROGRAMS = ("ring", "exchange", "ranks", "products", "attention", "router")
 LIMIT = 90  # seconds a program may take
 FLAGS = "-std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -I csrc -I csrc/cuda -I tests/bench/ladder".split()
 

@@ -60,6 +60,28 @@ __device__ __forceinline__ void store_system(int32_t* p, int32_t v) {
   emulator::release(p);
   *(volatile int32_t*)p = v;
 }
+__device__ __forceinline__ void store_peer(uint32_t* p, uint32_t v) { emulator::store_later(p, v); }
+__device__ __forceinline__ void store_peer(uint32_t* p, uint2 v) {
+  emulator::aligned(p, 8);
+  emulator::store_later(p, v.x);
+  emulator::store_later(p + 1, v.y);
+}
+__device__ __forceinline__ void store_peer(uint32_t* p, uint4 v) {
+  emulator::aligned(p, 16);
+  store_peer(p, uint2{v.x, v.y});
+  store_peer(p + 2, uint2{v.z, v.w});
+}
+__device__ __forceinline__ void load_peer(uint32_t& v, const uint32_t* p) {
+  emulator::polled(p, 4);
+  v = *(const volatile uint32_t*)p;
+}
+__device__ __forceinline__ void load_peer(uint4& v, const uint32_t* p) {
+  emulator::polled(p, 16);
+  const volatile uint32_t* w = p;
+  v = {w[0], w[1], w[2], w[3]};
+}
+__device__ __forceinline__ void add_peer_release(uint32_t* p, uint32_t v) { add_release(p, v); }
+__device__ __forceinline__ uint32_t load_peer_acquire(const uint32_t* p) { return load_acquire(p); }
 __device__ __forceinline__ uint64_t global_nanoseconds() { return emulator::nanoseconds(); }
 
 // ---- warps ---------------------------------------------------------------------------------------------------------

@@ -82,6 +82,8 @@ EMULATOR_API void copy_16(void* to, const void* from);  // arrives at the lane's
 EMULATOR_API void copies_done();
 EMULATOR_API void bulk_prefetch(const void* from, uint32_t bytes);
 EMULATOR_API void store_later(uint64_t* to, uint64_t value);
+EMULATOR_API void store_later(uint32_t* to, uint32_t value);
+EMULATOR_API void aligned(const void* p, size_t bytes);
 EMULATOR_API void release(const void* to);  // before a store or an atomic that publishes what came before it
 EMULATOR_API void acquire(const void* from);  // before a load that makes visible what was published with its value
 EMULATOR_API void fence();

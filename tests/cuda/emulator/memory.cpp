@@ -51,12 +51,14 @@ void add(const Event& e, uint64_t due) {
 // By address: stores to one place become visible in their order.
 uint64_t last_store[1 << 16];
 
+void show(const Event& store) { memcpy(store.to, &store.value, store.bytes); }
+
 // Stores that are under way become visible, anybody's: they come before what is released now.
 void show_stores() {
   for (uint64_t turn = machine.turn + 1; turn <= machine.turn + kHorizon; turn++)
     std::erase_if(machine.events[turn % kHorizon], [](const Event& e) {
       if (e.from) return false;
-      *(uint64_t*)e.to = e.value;
+      show(e);
       machine.pending--;
       return true;
     });
@@ -77,7 +79,7 @@ void run_events() {
       complete_if_all(m);
       e.block->copies--;
     } else {
-      *(uint64_t*)e.to = e.value;
+      show(e);
     }
     progress();
     machine.pending--;
@@ -145,14 +147,19 @@ void bulk_prefetch(const void* from, uint32_t bytes) {
   for (uint32_t i = 0; i < bytes; i += 4096) (void)*((const volatile uint8_t*)from + i);
   if (bytes) (void)*((const volatile uint8_t*)from + bytes - 1);
 }
-void store_later(uint64_t* to, uint64_t value) {
-  if ((uintptr_t)to % 8) fail("a store of 8 bytes to %p", (void*)to);
-  *(volatile uint64_t*)to = *(volatile uint64_t*)to;  // a wrong address shows here
-  uint64_t& last = last_store[(uintptr_t)to / 8 * 0x9E3779B97F4A7C15ull >> 48];
+static void store_later(uint8_t* to, uint64_t value, uint32_t bytes) {
+  aligned(to, bytes);
+  *(volatile uint8_t*)to = *(volatile uint8_t*)to;  // a wrong address shows here
+  uint64_t& last = last_store[(uintptr_t)to / bytes * 0x9E3779B97F4A7C15ull >> 48];
   const uint64_t due = std::min(std::max(last, machine.turn + some_turns()), machine.turn + kHorizon - 1);
   last = due;
   race::relaxed_store(*machine.running->warp, to);
-  add({(uint8_t*)to, nullptr, value, 8, 0, nullptr, 0}, due);
+  add({to, nullptr, value, bytes, 0, nullptr, 0}, due);
+}
+void store_later(uint64_t* to, uint64_t value) { store_later((uint8_t*)to, value, 8); }
+void store_later(uint32_t* to, uint32_t value) { store_later((uint8_t*)to, value, 4); }
+void aligned(const void* p, size_t bytes) {
+  if ((uintptr_t)p % bytes) fail("an access to %zu bytes at %p", bytes, p);
 }
 void release(const void* to) {
   race::release(*machine.running->warp, to);
