@@ -9,6 +9,7 @@ import itertools
 import json
 import mmap
 import tempfile
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -109,9 +110,9 @@ def build(
             if todo.quality:
                 header = codegen.model_header(todo.quality.reference, limits, todo.quality.target)
                 units.append(Unit(REFERENCE, todo.quality.target, header))
-            with ThreadPoolExecutor(1) as pool:
+            with ThreadPoolExecutor(1) as pool, _set_at_end(threading.Event()) as stop:
                 # The compiler works beside the quantiser; both are done before anything is measured.
-                kernels = pool.submit(compile_kernels, units, work)
+                kernels = pool.submit(compile_kernels, units, work, stop)
                 calibration = calibrated(todo, checkpoint, work, strict, console)
                 blobs, report = pack(todo, checkpoint, work, key, kernels, console)
                 compiled = kernels.result()
@@ -137,6 +138,14 @@ def build(
         say(f"note      run it with --trust-kernel, for its kernel could not be noted as yours: {e}")
     say(f"built     {path}: {path.stat().st_size / 1e6:.1f} MB in {time.monotonic() - start:.1f} s")
     return path
+
+
+@contextlib.contextmanager
+def _set_at_end(event: threading.Event) -> Iterator[threading.Event]:
+    try:
+        yield event
+    finally:
+        event.set()
 
 
 def _header(todo: Plan, limits: Limits, target: str, trace: bool) -> str:

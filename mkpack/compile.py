@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -151,11 +152,12 @@ def compiler_of(target: str) -> platform.Compiler:
     return compiler
 
 
-def compile_kernels(units: Sequence[Unit], folder: Path) -> dict[str, Kernel]:
-    """Compiles kernels side by side, each in `folder`/name. Returns them by name.
+def compile_kernels(units: Sequence[Unit], folder: Path, stop: threading.Event | None = None) -> dict[str, Kernel]:
+    """Compiles kernels side by side, each in `folder`/name. Returns them by name. stop: once set, the compilers are
+    ended.
 
-    Raises UserError when a tool is missing, InternalError with the compiler's own words when it fails or when a GPU
-    kernel spills registers.
+    Raises UserError when a tool is missing, InternalError with the compiler's own words when it fails or is ended, or
+    when a GPU kernel spills registers.
     """
     compilers = {target: compiler_of(target) for target in dict.fromkeys(unit.target for unit in units)}
     rules = ["ninja_required_version = 1.8\n"]
@@ -165,13 +167,37 @@ def compile_kernels(units: Sequence[Unit], folder: Path) -> dict[str, Kernel]:
         rule = _cuda_rule if unit.target in CUDA_TARGETS else _rule
         rules.append(rule(unit, compilers[unit.target], folder))
     (folder / "build.ninja").write_text("\n".join(rules))
-    environment = {k: v for k, v in os.environ.items() if k != "NINJA_STATUS"}
-    done = subprocess.run(
-        [ninja(), "-C", str(folder), "--quiet"], capture_output=True, text=True, env=environment, check=False
-    )
-    if done.returncode:
-        raise _failure(done.stdout + done.stderr)
+    code, output = _run_ninja(folder, stop or threading.Event())
+    if code:
+        raise _failure(output)
     return {unit.name: _kernel(unit, compilers[unit.target], folder / unit.name / "kernel.so") for unit in units}
+
+
+def _run_ninja(folder: Path, stop: threading.Event) -> tuple[int, str]:
+    """Ninja's exit status and what it printed."""
+    environment = {k: v for k, v in os.environ.items() if k != "NINJA_STATUS"}
+    # A group of its own: a Ctrl-C is this process's, whose `stop` ends ninja.
+    running = subprocess.Popen(
+        [ninja(), "-C", str(folder), "--quiet"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+        process_group=0,
+    )
+    interrupt = None
+    while running.returncode is None:
+        try:
+            output, _ = running.communicate(timeout=0.1)
+        except subprocess.TimeoutExpired:
+            if stop.is_set():
+                running.terminate()  # again and again: ninja forgets a signal that comes while it starts a compiler
+        except KeyboardInterrupt as error:
+            interrupt = error
+            stop.set()
+    if interrupt:
+        raise interrupt
+    return running.returncode, output
 
 
 def _kernel(unit: Unit, compiler: platform.Compiler, path: Path) -> Kernel:

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import signal
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import astuple
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mkpack import platform, quantize
@@ -172,9 +174,34 @@ def _quantise(
 
 def _import_libraries(todo: Plan) -> None:
     """Takes seconds: in this thread, where Ctrl-C ends it, and not in one that has to be waited for."""
-    import torch  # noqa: F401
+    with _no_interrupt_lost():
+        import torch  # noqa: F401
 
-    quantize.load_for({fmt for role in todo.roles for fmt in todo.formats(role)})
+        quantize.load_for({fmt for role in todo.roles for fmt in todo.formats(role)})
+
+
+@contextlib.contextmanager
+def _no_interrupt_lost() -> Iterator[None]:
+    """A Ctrl-C that comes while Python runs a callback of an import is printed and forgotten: here it comes again at
+    the end."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    came = False
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal came
+        came = True
+        before(number, frame)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if came:
+        raise KeyboardInterrupt
 
 
 def _one_torch_thread() -> None:

@@ -34,7 +34,7 @@ def recipe(tmp_path_factory):
     folder = tmp_path_factory.mktemp("emulated")
     compile_cpu = compiling.compile_kernels
 
-    def compile_kernels(units: list[Unit], work: Path) -> dict[str, Kernel]:
+    def compile_kernels(units: list[Unit], work: Path, stop: object) -> dict[str, Kernel]:
         made = compile_cpu([unit for unit in units if unit.target not in CUDA_TARGETS], work)
         for unit in units:
             if unit.target in CUDA_TARGETS:

@@ -56,7 +56,7 @@ def compiled(monkeypatch) -> list[Unit]:
     """Kernels are fake ones with the description of the real; the list tells which were asked for."""
     asked: list[Unit] = []
 
-    def compile_kernels(units: list[Unit], folder: Path) -> dict[str, Kernel]:
+    def compile_kernels(units: list[Unit], folder: Path, stop: object) -> dict[str, Kernel]:
         made = {}
         for unit in units:
             text = re.search(r'description\[\] = R"mk\((.*)\)mk"', unit.header)

@@ -182,7 +182,7 @@ def test_kernels_of_every_target_are_rebuilt_from_their_sources(tmp_path, monkey
     """What is compiled again is the text that was compiled, for CPUs and GPUs; here that text stands for the kernel."""
     asked = []
 
-    def compile_kernels(units: Sequence[Unit], folder: Path) -> dict[str, Kernel]:
+    def compile_kernels(units: Sequence[Unit], folder: Path, stop: object = None) -> dict[str, Kernel]:
         asked.extend(unit.target for unit in units)
         for unit in units:
             (folder / unit.target).write_text(unit.header)
