@@ -7,14 +7,16 @@ import os
 import shutil
 import tempfile
 
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 # The user's own trust list and kernel cache are not the tests': neither read nor written, here or in their processes.
 _HOME = tempfile.mkdtemp(prefix="mkpack-tests-")
 atexit.register(shutil.rmtree, _HOME, ignore_errors=True)
 os.environ["XDG_CONFIG_HOME"], os.environ["XDG_CACHE_HOME"] = f"{_HOME}/config", f"{_HOME}/cache"
 
-# In CI the same examples every time, so that a red run is about the change; elsewhere new ones each time.
-settings.register_profile("ci", derandomize=True)
-if os.environ.get("CI"):
-    settings.load_profile("ci")
+# How long an example takes is the machine's, and fixtures of one test serve all its examples. In CI the same examples
+# every time, so that a red run is about the change; elsewhere new ones each time.
+_SILENT = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+_IN_CI = bool(os.environ.get("CI"))
+settings.register_profile("mkpack", deadline=None, suppress_health_check=_SILENT, derandomize=_IN_CI)
+settings.load_profile("mkpack")

@@ -19,6 +19,7 @@ from typing import Any
 import kernels
 import numpy as np
 import pytest
+from patience import PATIENCE_S
 
 from mkpack import compile, platform
 from mkpack.codegen_cuda import cuda_header
@@ -50,7 +51,7 @@ def _command(headers: Path | None = None) -> list[str | Path]:
 
 
 def _run(command: Sequence[str | Path]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=2 * PATIENCE_S)
     assert done.returncode == 0, done.stderr
 
 
@@ -142,7 +143,7 @@ def _calls(kernel: Path, model: Emulated, wanted: Sequence[Call], **settings: ob
     work = pickle.dumps((kernel, model.layout, model.limits, model.blob, options, wanted))
     environment = {**os.environ, **{f"MK_EMULATOR_{name.upper()}": str(value) for name, value in settings.items()}}
     command = [sys.executable, __file__]
-    done = subprocess.run(command, input=work, capture_output=True, env=environment, timeout=300)
+    done = subprocess.run(command, input=work, capture_output=True, env=environment, timeout=2 * PATIENCE_S)
     assert done.returncode == 0, done.stderr.decode()[-6000:]
     found: list[Any] = pickle.loads(done.stdout)
     return found

@@ -22,7 +22,7 @@ TARGET = platform.CPU_TARGETS[-1]
 CSRC = Path(__file__).parent.parent / "csrc"
 
 # The weights are int32: a count, then what mk_generate does, over and over: a token, or one of these.
-FAIL, SLOW, WAIT, TOP_K, CENTIGRADE, MAX_NEW, SEED = -1, -2, -3, -4, -5, -6, -7
+FAIL, WAIT, TOP_K, CENTIGRADE, MAX_NEW, SEED = -1, -2, -3, -4, -5, -6
 
 FAKE = r"""
 #include "abi.h"
@@ -61,17 +61,14 @@ int32_t mk_generate(mk_model* m, const int32_t*, int32_t n, const mk_request* q,
   r->num_prompt_tokens = n;
   r->prefill_s = 0.5;
   r->decode_s = 0.25;
-  bool slow = false;
   for (int i = 0;; i++) {
     int32_t token = m->script[1 + i % m->script[0]];
     if (token == -1) { error = "worker 3 did not arrive"; return MK_ERR_TIMEOUT; }
-    if (token == -2) { slow = true; continue; }
-    if (token == -3) { while (!m->cancelled) usleep(1000); }
-    if (token == -4) token = q->top_k;
-    if (token == -5) token = (int)(q->temperature * 100 + 0.5f);
-    if (token == -6) token = q->max_new_tokens;
-    if (token == -7) token = (int)(q->seed % 97);
-    if (slow) usleep(2000);
+    if (token == -2) { while (!m->cancelled) usleep(1000); }
+    if (token == -3) token = q->top_k;
+    if (token == -4) token = (int)(q->temperature * 100 + 0.5f);
+    if (token == -5) token = q->max_new_tokens;
+    if (token == -6) token = (int)(q->seed % 97);
     if (m->cancelled) { r->stop_reason = MK_STOP_CANCELLED; return MK_OK; }
     if (r->num_new_tokens++) m->length++;
     if (callback(user, token)) { r->stop_reason = MK_STOP_CANCELLED; return MK_OK; }

@@ -14,7 +14,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 import zipfile
 from pathlib import Path
 
@@ -22,6 +21,7 @@ import pytest
 from artifacts import FILES, damage, digests, manifest, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from patience import PATIENCE_S
 
 from mkpack import artifact as artifact_module
 from mkpack import container, platform
@@ -171,7 +171,7 @@ def test_chunked_entry(tmp_path: Path) -> None:
 
 
 @given(st.lists(st.integers(0, 70)), st.integers(1, 32))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_digester_does_not_depend_on_the_pieces(lengths: list[int], chunk: int) -> None:
     data = bytes(i % 251 for i in range(sum(lengths)))
     pieces, at = [], 0
@@ -208,10 +208,10 @@ def test_an_interrupted_check_is_no_pass(path: Path) -> None:
 
         def progress(done: int, total: int) -> None:
             started.set()
-            hold.wait(10)
+            hold.wait(PATIENCE_S)
 
         handle = a.verify_async(threads=1, progress=progress)
-        started.wait(10)
+        assert started.wait(PATIENCE_S)
         handle._tasks.clear()
         hold.set()
         assert len(handle.problems()) == len(FILES) - 1
@@ -303,7 +303,7 @@ KILLED = """
     def progress(done, total):
         if done > total / 2:
             print("half", flush=True)
-            time.sleep(60)
+            time.sleep(600)
     with build_lock(path):
         write_artifact(path, list(FILES.items()), manifest, progress)
 """
@@ -341,8 +341,10 @@ RACER = """
     from mkpack.artifact import build_lock
     path, log = Path(sys.argv[1]), Path(sys.argv[2])
     waited = []
-    sys.stdin.readline()
-    with build_lock(path, waiting=lambda: waited.append(1)):
+    def waiting():
+        waited.append(1)
+        print("waits", flush=True)
+    with build_lock(path, waiting):
         if not path.exists():
             with open(log, "a") as f:
                 f.write("built\\n")
@@ -355,10 +357,9 @@ def test_two_processes_build_once(tmp_path: Path) -> None:
     path, log = tmp_path / "x.mkpack", tmp_path / "log"
     waiting = threading.Event()
     with build_lock(path):
-        racers = [python(RACER.replace("sys.stdin.readline()", "print('up', flush=True)"), path, log) for _ in "ab"]
+        racers = [python(RACER, path, log) for _ in "ab"]
         for racer in racers:
-            assert racer.stdout and racer.stdout.readline() == "up\n"
-        time.sleep(0.3)
+            assert racer.stdout and racer.stdout.readline() == "waits\n"
         assert not path.exists()
 
         def third() -> None:  # a thread of the same process waits too
@@ -367,9 +368,9 @@ def test_two_processes_build_once(tmp_path: Path) -> None:
 
         thread = threading.Thread(target=third)
         thread.start()
-        assert waiting.wait(10)
-    thread.join(10)
-    outputs = [racer.communicate(timeout=20)[0] for racer in racers]
+        assert waiting.wait(PATIENCE_S)
+    thread.join(PATIENCE_S)
+    outputs = [racer.communicate(timeout=PATIENCE_S)[0] for racer in racers]
     assert [racer.returncode for racer in racers] == [0, 0]
     assert outputs == ["1\n", "1\n"]  # each was told once that it waits
     assert log.read_text() == "built\n"

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import quantised
 import torch
+from patience import PATIENCE_S
 from safetensors.torch import load_file
 
 from mkpack.audit import Amount, Audit, audit, show
@@ -263,7 +264,7 @@ def test_what_cannot_be_read_is_refused(plain, tmp_path, name, text, said):
 
 def mkpack(*words: str) -> subprocess.CompletedProcess[str]:
     command = [Path(sys.executable).with_name("mkpack"), "audit", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
 
 
 def test_the_command(compressed, tmp_path):
@@ -302,7 +303,7 @@ def test_memory_is_that_of_a_tensors_scales(tmp_path, plain):
         f"found = audit(Path({str(folder)!r})); assert found.scales['experts.up nvfp4'].blocks.count\\n"
         "assert 'torch' not in sys.modules; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
     ).replace("\\n", chr(10))
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 16 << 10
 

@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ import builds
 import families
 import numpy as np
 import pytest
+from patience import PATIENCE_S
 from safetensors.torch import load_file, save_file
 
 from mkpack import build as builder
@@ -154,7 +156,7 @@ def test_an_artifact_that_is_up_to_date_is_left_alone(stub, recipe, checkpoint, 
 def test_two_builds_at_once_do_the_work_once(stub, recipe, out):
     with process(recipe, out) as a, process(recipe, out) as b:
         for running in (a, b):
-            _, errors = running.communicate(timeout=60)
+            _, errors = running.communicate(timeout=PATIENCE_S)
             assert running.returncode == 0, errors
     assert builds.compilations(stub) == 1
     assert names(out) == {"tiny.mkpack", ".tiny.mkpack.lock"}
@@ -175,7 +177,7 @@ def test_equal_input_gives_equal_bytes_in_any_folder_on_any_day_on_any_number_of
     env, later = builds.another_day(tmp_path), time.time() + 399 * 86400
     before = f"import os, time; os.umask(0o77); assert time.time() > {later}, 'it is the same day'"
     with process(paths[1], alone, before, launcher=("taskset", "-c", core), cwd=alone, env=env) as running:
-        _, errors = running.communicate(timeout=300)
+        _, errors = running.communicate(timeout=PATIENCE_S)
         assert running.returncode == 0, errors
     with open_artifact(first) as a, open_artifact(alone / "tiny.mkpack") as b:
         assert [line for differs, line in reproduce.compare(a, b) if differs] == []
@@ -218,7 +220,7 @@ def test_a_build_that_is_killed_leaves_nothing_that_counts(stub, recipe, tmp_pat
             out.mkdir()
             killed[out] = stack.enter_context(process(recipe, out, DIE.format(point=where)))
         for out, running in killed.items():
-            _, errors = running.communicate(timeout=120)
+            _, errors = running.communicate(timeout=PATIENCE_S)
             assert running.returncode == -signal.SIGKILL, (out.name, errors)
     for out in killed:
         assert "tiny.mkpack" not in names(out), out.name
@@ -309,14 +311,22 @@ def test_a_disk_that_fills_up_ends_in_one_line(stub, recipe, out):
 
 def test_a_compiler_that_fails_ends_the_packing(stub, recipe, out, monkeypatch):
     monkeypatch.setattr(compiling, "ninja", lambda: "/bin/false")
-    quantise = packing.quantize.quantise
+    quantise, compile_kernels, failed = packing.quantize.quantise, builder.compile_kernels, threading.Event()
+
+    def fails(*words):
+        try:
+            return compile_kernels(*words)
+        finally:
+            failed.set()
 
     def slow(tensor, fmt, *, name, scale2=None):
+        assert failed.wait(PATIENCE_S)
         time.sleep(0.05)
         assert name != "model.norm.weight", "every tensor was packed"
         return quantise(tensor, fmt, name=name, scale2=scale2)
 
     monkeypatch.setattr(packing.quantize, "quantise", slow)
+    monkeypatch.setattr(builder, "compile_kernels", fails)
     with pytest.raises(Exception, match="did not compile"):
         build(recipe, output=out)
     assert names(out) == {".tiny.mkpack.lock"}
@@ -497,7 +507,7 @@ def test_memory_is_bounded_by_the_largest_tensor_and_as_planned(stub, tmp_path, 
         "show()\natexit.register(show)"
     )
     with process(recipe, out, measure) as running:
-        printed, errors = running.communicate(timeout=300)
+        printed, errors = running.communicate(timeout=PATIENCE_S)
         assert running.returncode == 0, errors
     imports, peak = (int(printed.split()[i]) * 1024 for i in (0, -1))
     largest = 2048 * 1024 * 4

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from patience import PATIENCE_S
 
 import mkpack
 from mkpack import cli
@@ -212,15 +213,20 @@ def test_help_imports_nothing_heavy() -> None:
 
 
 def test_help_is_fast() -> None:
-    def seconds() -> float:
-        running = process("run", "--help", played=False, stdout=subprocess.DEVNULL)
+    def seconds(running: "subprocess.Popen[bytes]") -> float:
         _, status, used = os.wait4(running.pid, 0)
         running.returncode = os.waitstatus_to_exitcode(status)
         assert running.returncode == 0
         return used.ru_utime + used.ru_stime
 
-    # Processor time is what a user waits on an idle core. Busy neighbours stretch even that, hence several tries.
-    assert any(seconds() < 0.3 for _ in range(10))
+    # Processor time is what a user waits on an idle core: 0.17 s where the imports that it cannot do without take
+    # 0.085 s. Slow machines stretch both, busy neighbours now one and now the other, hence several tries.
+    least = [sys.executable, "-c", "import typer, pydantic"]
+    assert any(
+        seconds(process("run", "--help", played=False, stdout=subprocess.DEVNULL))
+        < 3.5 * seconds(subprocess.Popen(least))
+        for _ in range(10)
+    )
 
 
 def test_version(call: Any) -> None:
@@ -352,7 +358,7 @@ def test_ctrl_c_ends_cleanly() -> None:
         assert running.stdout is not None
         assert running.stdout.read(4) == b"one "  # it came while the answer still goes on
         running.send_signal(signal.SIGINT)
-        out, err = running.communicate(timeout=20)
+        out, err = running.communicate(timeout=PATIENCE_S)
     assert running.returncode == 130
     assert out.endswith(b"\n") and b"Traceback" not in err
     assert b"stop:   stopped by you" in err
@@ -363,7 +369,7 @@ def test_a_closed_pipe_is_quiet() -> None:
         assert running.stdout is not None and running.stderr is not None
         assert running.stdout.read(4) == b"one "
         running.stdout.close()
-        assert running.wait(timeout=20) == 1
+        assert running.wait(timeout=PATIENCE_S) == 1
         assert running.stderr.read() == b""
 
 
@@ -372,7 +378,7 @@ def test_a_pipe_closed_before_the_last_flush_is_quiet() -> None:
     os.close(read)
     running = process("--help", played=False, stdout=write, stderr=subprocess.PIPE)
     os.close(write)
-    _, err = running.communicate(timeout=20)
+    _, err = running.communicate(timeout=PATIENCE_S)
     assert (running.returncode, err) == (1, b"")
 
 
@@ -380,7 +386,7 @@ def test_a_pipe_closed_before_the_last_flush_is_quiet() -> None:
 def test_a_full_disk_is_one_line() -> None:
     with open("/dev/full", "w") as full:
         running = process("--help", played=False, stdout=full, stderr=subprocess.PIPE)
-        _, err = running.communicate(timeout=20)
+        _, err = running.communicate(timeout=PATIENCE_S)
     assert running.returncode == 1
     assert err == b"mkpack: error: cannot write to standard output: No space left on device\n"
 
@@ -388,13 +394,13 @@ def test_a_full_disk_is_one_line() -> None:
 @pytest.mark.parametrize("arguments", [["--version"], ["run", "a.mkpack", "-p", "hi"]])
 def test_a_closed_standard_output_is_no_crash(arguments: list[str]) -> None:
     command = process(*arguments, stderr=subprocess.PIPE, preexec_fn=lambda: os.close(1))
-    _, err = command.communicate(timeout=20)
+    _, err = command.communicate(timeout=PATIENCE_S)
     assert command.returncode == 0 and err == b""
 
 
 def test_a_closed_standard_input_is_no_prompt() -> None:
     command = process("run", "a.mkpack", stderr=subprocess.PIPE, preexec_fn=lambda: os.close(0))
-    _, err = command.communicate(timeout=20)
+    _, err = command.communicate(timeout=PATIENCE_S)
     assert command.returncode == 2 and err.startswith(b"mkpack: error: no prompt: give --prompt")
 
 
@@ -479,7 +485,7 @@ def test_ctrl_c_stops_an_answer_and_not_the_conversation() -> None:
         os.write(master, b"/stats\n")
         assert b"stopped by you" in _until(master, b"stopped by you")
         os.write(master, b"/exit\n")
-        assert running.wait(timeout=20) == 0
+        assert running.wait(timeout=PATIENCE_S) == 0
     finally:
         running.kill()
         running.wait()
@@ -487,7 +493,7 @@ def test_ctrl_c_stops_an_answer_and_not_the_conversation() -> None:
 
 
 def _until(terminal: int, text: bytes) -> bytes:
-    seen, end = b"", time.monotonic() + 20
+    seen, end = b"", time.monotonic() + PATIENCE_S
     while text not in seen:
         ready, _, _ = select.select([terminal], [], [], max(0.0, end - time.monotonic()))
         assert ready, f"{text!r} did not come, only {seen!r}"
@@ -511,7 +517,7 @@ def test_a_folder_that_is_not_there_is_no_file_name(tmp_path: Path) -> None:
     recipe = tmp_path / "r.yaml"
     recipe.write_text("name: a\nsource: {folder: none}\n")
     command = process("build", str(recipe), "-o", f"{tmp_path}/new/", played=False, stderr=subprocess.PIPE)
-    _, err = command.communicate(timeout=60)
+    _, err = command.communicate(timeout=PATIENCE_S)
     assert command.returncode == 2 and b"/new/: no such folder; make it first" in err
     assert not (tmp_path / "new").exists()
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from artifacts import FILES, digests, manifest, refused, write
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mkpack import artifact as artifact_module
@@ -266,7 +266,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
 
 
 @given(st.data())
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300)
 def test_random_damage(small: tuple[Path, bytes], data: st.DataObject) -> None:
     """Bit flips, cuts, insertions: a UserError, or a failed check, or every entry still has its bytes."""
     path, good = small

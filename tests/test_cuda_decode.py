@@ -14,6 +14,7 @@ import numpy as np
 import plain_model
 import pytest
 from cuda_models import cuda_layout, cuda_spec
+from patience import PATIENCE_S
 
 from mkpack import abi
 from mkpack.manifest import Limits
@@ -113,7 +114,7 @@ def test_one_launch_after_the_other(bf16):
 def test_the_host_ends_it(bf16):
     """A cancellation that comes while the resident kernel runs."""
     work = pickle.dumps((bf16.library(), bf16.layout, bf16.blob))
-    done = subprocess.run([sys.executable, __file__], input=work, capture_output=True, timeout=100)
+    done = subprocess.run([sys.executable, __file__], input=work, capture_output=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr.decode()[-6000:]
     tokens, code, reason = pickle.loads(done.stdout)
     assert (code, reason) == (abi.OK, abi.STOP_CANCELLED) and 2 <= len(tokens) < 30

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import emulator
 import pytest
+from patience import PATIENCE_S
 
 TEST = Path(__file__).parent / "cuda" / "emulator_test.cpp"
 
@@ -25,7 +26,7 @@ def watched(tmp_path_factory):
 
 def run(program, *arguments, **settings):
     environment = {**os.environ, **{f"MK_EMULATOR_{name.upper()}": str(value) for name, value in settings.items()}}
-    return subprocess.run([program, *arguments], capture_output=True, text=True, env=environment, timeout=120)
+    return subprocess.run([program, *arguments], capture_output=True, text=True, env=environment, timeout=PATIENCE_S)
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])

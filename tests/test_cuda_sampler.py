@@ -22,6 +22,7 @@ from cuda_models import cuda_layout, small_spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels import TARGETS, precision, tiny_spec
+from patience import PATIENCE_S
 
 from mkpack import abi, codegen, compile, platform
 from mkpack.codegen_cuda import cuda_header
@@ -106,7 +107,7 @@ class Cpu:
         assert compiler is not None
         flags = [*compile.CPU_FLAGS, f"-march={TARGETS[0]}", f"-I{compile.sources()}", f"-I{folder}"]
         command = [*compiler.command, *flags, SOURCE, "-o", folder / "sampler.so"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
         assert done.returncode == 0, done.stderr
         self.lib = ctypes.CDLL(str(folder / "sampler.so"))
 
@@ -199,7 +200,7 @@ def samplers(program, tmp_path_factory):
 
 
 def test_distances_are_rounded_like_quotients(program):
-    done = subprocess.run([program, "distances"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([program, "distances"], capture_output=True, text=True, timeout=PATIENCE_S)
     assert (done.returncode, done.stdout) == (0, "0 wrong\n")
 
 
@@ -240,7 +241,7 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(cases())
 def test_the_tokens_of_the_cpu(samplers, case):
     samplers.check(case)

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from patience import PATIENCE_S
 from safetensors.torch import save_file
 
 from mkpack import bench, describe, session
@@ -79,7 +80,7 @@ def test_values_are_the_same_on_one_core_in_another_process_and_in_every_version
     )
     core = str(min(os.sched_getaffinity(0)))
     command = ["taskset", "-c", core, sys.executable, "-c", script, dummy.path, WIDE]
-    alone = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
+    alone = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=PATIENCE_S)
     assert alone.stdout.strip() == digest(dummy, [WIDE])[WIDE], alone.stderr
     # What an artifact was built from must not change with a version of mkpack, Python or numpy.
     assert alone.stdout.strip() == "ccd754ef8f0ba858ec3e76c0a4631bf841d641a805203c36b519ba1e6f032acb"
@@ -210,7 +211,7 @@ def test_the_whole_way(tmp_path, monkeypatch, capsys, family):
         "import sys\nfrom pathlib import Path\nfor name in ('torch', 'modelopt', 'safetensors', 'transformers'):\n"
         "    sys.modules[name] = None\nfrom mkpack.build import build\nbuild(Path(sys.argv[1]), output=sys.argv[2])"
     )
-    subprocess.run([sys.executable, "-c", without, recipe, tmp_path], cwd=ROOT, check=True, timeout=300)
+    subprocess.run([sys.executable, "-c", without, recipe, tmp_path], cwd=ROOT, check=True, timeout=PATIENCE_S)
     twin = write_recipe(tmp_path / "twin.yaml", {"folder": str(checkpoint(tmp_path, path, 5))}, name="twin", **keys)
     builds.stub_compiler(tmp_path / "stub-cxx", monkeypatch)  # the twin is not run
     with open_artifact(made) as artifact, open_artifact(build(twin, output=tmp_path)) as other:
@@ -266,7 +267,7 @@ def test_memory_is_bounded_by_the_largest_tensors(tmp_path, monkeypatch):
         "show(); build(Path(sys.argv[1]), output=Path(sys.argv[2])); show()"
     )
     command = [sys.executable, "-c", script, recipe, tmp_path]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     imports, peak = (int(n) * 1024 for n in done.stdout.split())
     planned = planner.plan(recipe).memory_bytes

@@ -86,7 +86,7 @@ def test_the_tables_say_what_the_schedule_says():
     assert "down of the layer before" in found.render(3) and "of the step before" in found.render()
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(layouts())
 def test_bytes_and_shares_add_up(layout):
     found = graph_of(layout)
@@ -111,7 +111,7 @@ def test_json_names_phases_buffers_and_barriers():
 # -- the picture -------------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(layouts())
 def test_the_picture_is_well_formed_and_nothing_leaves_it(layout):
     found = graph_of(layout)

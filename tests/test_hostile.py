@@ -18,14 +18,15 @@ import hostile
 import pytest
 from artifacts import FILES, digests, manifest
 from hostile import End, Member, make_zip, members, survives
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from patience import PATIENCE_S
 
 from mkpack.artifact import open_artifact
 from mkpack.errors import UserError
 from mkpack.manifest import MANIFEST_NAME, Manifest
 
-quick = settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+quick = settings(max_examples=400)
 
 
 @pytest.fixture(scope="module")
@@ -289,6 +290,6 @@ def test_the_fuzzer_runs(target, tmp_path):
     pytest.importorskip("atheris")
     harness = Path(__file__).parent / "fuzz" / "fuzz_artifact.py"
     command = [sys.executable, harness, target, "-runs=100", "-max_total_time=20", f"-artifact_prefix={tmp_path}/"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr[-3000:]
     assert re.search("^Done [0-9]+ runs", done.stderr, re.MULTILINE), done.stderr[-3000:]

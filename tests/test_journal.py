@@ -13,6 +13,7 @@ import builds
 import families
 import numpy as np
 import pytest
+from patience import PATIENCE_S
 from test_build import DIE, names, process
 
 from mkpack import build as builder
@@ -116,7 +117,7 @@ def killed(recipe: Path, out: Path, writes: int) -> None:
     """A build that is killed at its n-th write into a blob."""
     before = "builder.provenance.sources_digest = lambda: '1' * 64\n" + DIE.format(point=("os", "pwrite", writes))
     with process(recipe, out, before) as running:
-        _, errors = running.communicate(timeout=120)
+        _, errors = running.communicate(timeout=PATIENCE_S)
         assert running.returncode == -signal.SIGKILL, errors
 
 

@@ -10,7 +10,7 @@ import kernels
 import numpy as np
 import plain_model
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels import Kernels, Weights, precision, running, tiny_spec
 
@@ -250,7 +250,7 @@ def test_targets_do_not_change_a_bit(compiled, rich, expected):
         assert same_bits(model.run(tokens), logits)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25)
 @given(st.lists(st.integers(1, 16), max_size=40), st.integers(0, 70))
 def test_cuts_of_the_prompt_do_not_change_a_bit(rich_model, expected, cuts, n):
     tokens, logits = expected

@@ -5,7 +5,7 @@ from __future__ import annotations
 import kernels
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mkpack.errors import UserError
@@ -65,7 +65,6 @@ def layouts(draw: st.DrawFn) -> Layout:
     return Layout(draw(specs(tp)), precision, tp, draw(st.sampled_from(["f32", "bf16"])))
 
 
-@settings(deadline=None)
 @given(layouts())
 def test_sections_are_aligned_in_order_and_do_not_overlap(layout):
     end = 0
@@ -92,7 +91,6 @@ _SPLIT = {
 }
 
 
-@settings(deadline=None)
 @given(layouts())
 def test_every_row_has_one_home_and_no_two_share_a_place(layout):
     used: dict[tuple[str, int], set[int]] = {}
@@ -122,7 +120,6 @@ def test_every_row_has_one_home_and_no_two_share_a_place(layout):
             assert len(places) == layout.tiles(section)
 
 
-@settings(deadline=None)
 @given(layouts())
 def test_every_rank_holds_the_kv_heads_of_its_query_heads(layout):
     spec, heads = layout.spec, layout.heads
@@ -134,7 +131,6 @@ def test_every_rank_holds_the_kv_heads_of_its_query_heads(layout):
             assert wanted == here
 
 
-@settings(deadline=None)
 @given(layouts())
 def test_the_table_names_every_tensor_and_its_format(layout):
     stored: dict[str, set[str]] = {}

@@ -49,7 +49,7 @@ def test_round_trip_and_one_text() -> None:
 
 
 @given(st.lists(st.floats(allow_nan=False, allow_infinity=False), max_size=8))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_floats_survive_exactly(values: list[float]) -> None:
     m = manifest(ENTRIES)
     spec = m.spec.model_copy(update={"rope": RopeSpec(inv_freq=tuple(values))})
@@ -161,7 +161,7 @@ def test_hostile_text(data: bytes) -> None:
 @given(
     st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(), st.lists, max_leaves=5), st.data()
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_any_value_anywhere(value: Any, data: st.DataObject) -> None:
     """A field replaced by anything at all: an equal manifest comes out, or a UserError."""
     raw = json.loads(manifest(ENTRIES).to_bytes())

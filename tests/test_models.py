@@ -211,7 +211,7 @@ _llama3 = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     family=st.sampled_from(list(FAMILIES)),
     head_dim=st.sampled_from([8, 16, 24, 64, 80, 128, 256]),
@@ -259,7 +259,7 @@ def test_sliding_windows() -> None:
     assert windows("qwen3_moe", **{**on, "sliding_window": ...}) == {default}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     num_layers=st.integers(1, 12),
     step=st.integers(1, 5),
@@ -428,7 +428,7 @@ _junk = st.one_of(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.data(), family=st.sampled_from(list(FAMILIES)))
 def test_junk_is_read_or_refused_and_never_crashes(data: st.DataObject, family: str) -> None:
     keys = data.draw(st.lists(st.sampled_from([*keys_of(family), "rope_parameters", "layer_types"]), max_size=4))

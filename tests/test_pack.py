@@ -7,7 +7,7 @@ import os
 import kernels
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels import Weights, random_qtensor
 from test_layout import FORMATS, layouts
@@ -17,7 +17,7 @@ from mkpack.formats import QTensor
 from mkpack.layout import TILE_ROWS, Layout, ceil_div, scale_floats, tile_bytes
 from mkpack.pack import BlobWriter, pack_tiles, unpack, unpack_tiles
 
-QUICK = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+QUICK = settings(max_examples=60)
 
 
 def equal(a: QTensor, b: QTensor) -> bool:

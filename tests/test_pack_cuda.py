@@ -116,7 +116,7 @@ def layouts(draw) -> CudaLayout:
 
 
 @given(layout=layouts())
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 def test_unpacking_undoes_packing(layout, tmp_path_factory):
     model = random_model(layout)
     blob = write(layout, tmp_path_factory.mktemp("any") / "blob", model)
@@ -228,7 +228,7 @@ def test_the_blob_equals_that_of_the_kernel(layout, twins, tmp_path):
 
 
 @given(rows=st.integers(1, 40), chunks=st.integers(1, 50), fmt=st.sampled_from(["bf16", "fp8"]))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_pages_equal_those_of_the_kernel(twins, rows, chunks, fmt):
     q = kernels.random_qtensor(np.random.default_rng(0), fmt, (rows, 64 * chunks))
     packed = pack_cuda.pack_pages(q.data)
@@ -238,7 +238,7 @@ def test_pages_equal_those_of_the_kernel(twins, rows, chunks, fmt):
 
 
 @given(chunks=st.integers(1, 100), seed=st.integers(0, 1000))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_tiles_equal_those_of_the_kernel(twins, chunks, seed):
     rng = np.random.default_rng(seed)
     cols, one = 64 * chunks, np.ones(1, np.float32)

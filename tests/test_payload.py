@@ -21,7 +21,7 @@ def nearest(value: float) -> float:
     return float(np.copysign(grid[next((i for i in best if i % 2 == 0), best[0])], value))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     exponents=st.lists(st.integers(0, 252), min_size=4, max_size=4)
     | st.lists(st.integers(100, 130), min_size=4, max_size=4),

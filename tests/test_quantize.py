@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from patience import PATIENCE_S
 
 from mkpack import formats
 from mkpack.errors import UserError
@@ -161,7 +162,7 @@ def test_the_source_is_left_alone():
     assert torch.equal(w, before)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     exponents=st.lists(st.integers(-149, 127), min_size=6, max_size=6),
     fmt=st.sampled_from(["fp8", "nvfp4"]),
@@ -274,7 +275,7 @@ def test_modelopt_is_imported_quietly_and_only_when_needed():
         "import torch; q.quantise(torch.ones(2, 2), 'bf16'); assert 'modelopt' not in sys.modules;"
         "assert q.load_modelopt() is q.load_modelopt()"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S)
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
 
 
@@ -287,7 +288,7 @@ def test_results_are_the_same_on_any_number_of_cpus():
         "assert torch.get_num_threads() == before"
     )
     one, two = (
-        subprocess.run([sys.executable, "-c", code, n], capture_output=True, text=True, timeout=120, check=True)
+        subprocess.run([sys.executable, "-c", code, n], capture_output=True, text=True, timeout=PATIENCE_S, check=True)
         for n in ("1", "2")
     )
     assert one.stdout == two.stdout != ""

@@ -16,7 +16,7 @@ import families
 import numpy as np
 import pytest
 from artifacts import digests
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_trust import CANARY
 
@@ -215,7 +215,7 @@ def test_kernels_of_unknown_targets_are_not_compiled(built):
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150)
 def test_any_change_of_the_sizes_is_refused(built, monkeypatch, data):
     """Whatever number of spec, limits, precision or description is another, nothing is compiled from it."""
     with open_artifact(built) as artifact:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mkpack.errors import UserError
@@ -312,7 +312,7 @@ _recipes = st.fixed_dictionaries(
     },
 )
 PATHS = (("source", "folder"), ("source", "dummy"), ("quality", "text"))
-quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+quick = settings(max_examples=60)
 
 
 def paths(data: Any, where: tuple[str, ...] = ()) -> list[tuple[str, ...]]:

@@ -103,7 +103,7 @@ def expected(logits: np.ndarray, router_bias: np.ndarray, choice_bias: np.ndarra
     return chosen.astype(np.int32), weights.astype(f32)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(floats, floats, floats)
 def test_routing_is_float32_to_the_bit(router: Router, logits, router_bias, choice_bias) -> None:
     router.vector("router_bias")[:] = router_bias

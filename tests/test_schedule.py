@@ -11,7 +11,7 @@ from collections.abc import Callable
 import families
 import kernels
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from test_layout import layouts
 
@@ -46,7 +46,6 @@ def scheduled(layout: Layout, context: int = 300, tokens: int = 16) -> Schedule:
     return schedule.cpu_schedule(layout.spec, layout.sections, layout.tp, context, tokens)
 
 
-@settings(deadline=None)
 @given(layouts())
 def test_every_section_is_read_once_in_blob_order(layout):
     found = phases(layout.spec, layout.sections, layout.tp)
@@ -60,7 +59,6 @@ def test_every_section_is_read_once_in_blob_order(layout):
     assert names == [("embed", None), *layers, ("head", None), ("sample", None)]
 
 
-@settings(deadline=None)
 @given(layouts())
 def test_bytes_are_those_of_all_ranks(layout):
     sizes = {s.name: s.nbytes for s in layout.sections}
@@ -123,7 +121,6 @@ def test_a_step_costs_its_phases():
 # -- the validator ---------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(layouts(), st.integers(1, 16), st.integers(1, 700))
 def test_every_schedule_holds(layout, tokens, context):
     assert validate(scheduled(layout, context, tokens)) == []

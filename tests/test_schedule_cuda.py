@@ -79,7 +79,7 @@ def shapes(draw):
     return cuda_layout(spec, draw(st.sampled_from(["bf16", "f32"])), attention=draw(fmt), lm_head=draw(fmt))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(shapes(), st.sampled_from(sorted(GRID)), st.integers(1, 3000))
 def test_every_schedule_holds(layout, target, context):
     for found in schedule.cuda_proofs(layout, context, target):
@@ -118,7 +118,7 @@ def test_a_model_with_many_tokens_an_expert_keeps_all_pages_of_a_tile():
 # -- bytes -----------------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(shapes())
 def test_the_bytes_of_a_step_are_those_of_the_blob(layout):
     """All experts chosen: everything but the embedding, of which rows are looked up."""

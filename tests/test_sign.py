@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from artifacts import FILES, damage, write
 from cryptography.hazmat.primitives.asymmetric import ec
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from signing import certificate, key_pair, public
 
@@ -298,7 +298,7 @@ def check(signed: tuple[Path, Path, bytes], data: bytes) -> None:
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 def test_damaged_signatures(signed, data):
     bad = bytearray(signed[2])
     for _ in range(data.draw(st.integers(1, 3))):
@@ -316,7 +316,7 @@ _json = st.recursive(
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 def test_signatures_with_other_values(signed, data):
     bundle = json.loads(signed[2])
     parts = [bundle, bundle["verificationMaterial"], bundle["verificationMaterial"]["publicKey"]]

@@ -15,6 +15,7 @@ import fake
 import pytest
 from artifacts import FILES, manifest
 from fake import FAKE, HELLO
+from patience import PATIENCE_S
 from signing import key_pair, public
 
 from mkpack import session, sign, trust
@@ -367,5 +368,5 @@ def test_processes_that_add_at_once_lose_nothing(tmp_path):
         "for i in range(20): trust.remember([sys.argv[1] * 62 + f'{i:02}'], 'built', '')"
     )
     running = [subprocess.Popen([sys.executable, "-c", code, digit]) for digit in "abc"]
-    assert [p.wait(timeout=60) for p in running] == [0, 0, 0]
+    assert [p.wait(timeout=PATIENCE_S) for p in running] == [0, 0, 0]
     assert len(trust.read().kernels) == 60

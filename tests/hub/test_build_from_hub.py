@@ -11,6 +11,7 @@ from pathlib import Path
 import builds
 import families
 import pytest
+from patience import PATIENCE_S
 from server import FakeHub
 
 from mkpack.artifact import open_artifact
@@ -50,7 +51,9 @@ def mkpack(hub, tmp_path, monkeypatch):
         settings = {"HF_HOME": str(tmp_path / "home"), "HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1",
                     "HF_HUB_DISABLE_TELEMETRY": "1"}  # fmt: skip
         command = [Path(sys.executable).with_name("mkpack"), "build", recipe, "--output", tmp_path, *words]
-        return subprocess.run(command, env=inherited | settings | env, capture_output=True, text=True, timeout=120)
+        return subprocess.run(
+            command, env=inherited | settings | env, capture_output=True, text=True, timeout=PATIENCE_S
+        )
 
     return run
 

@@ -13,6 +13,7 @@ import fake
 import pytest
 from client import TOKEN, Client, commit, error
 from fake import HELLO, TARGET
+from patience import PATIENCE_S
 from server import FakeHub
 from signing import key_pair, public
 from test_trust import CANARY
@@ -342,7 +343,7 @@ def test_a_killed_pull_keeps_complete_files(hub, client, published):
     hub.after.append((rf"GET .*{WEIGHTS}", client.kill))
     hub.fail(f"GET .*{KERNEL}", times=1, cut=0)
     process = client.begin("pull", REPO)
-    process.wait(timeout=30)
+    process.wait(timeout=PATIENCE_S)
     hub.faults.clear()
     assert client.pull(REPO)["damaged"] == []
 
@@ -371,7 +372,7 @@ def test_two_processes_pull_at_once(hub, client, published, tmp_path):
 def mkpack(client: Client, *words: str) -> subprocess.CompletedProcess[str]:
     command = [str(Path(sys.executable).with_name("mkpack")), *words]
     return subprocess.run(
-        command, env=client.environment(), capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL,
+        command, env=client.environment(), capture_output=True, text=True, timeout=PATIENCE_S, stdin=subprocess.DEVNULL,
         cwd=client.home,
     )  # fmt: skip
 

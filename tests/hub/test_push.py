@@ -10,6 +10,7 @@ import fake
 import pytest
 from client import TOKEN, Client, commit, error
 from fake import HELLO, TARGET
+from patience import PATIENCE_S
 from server import FakeHub
 
 from mkpack import card
@@ -387,7 +388,7 @@ def test_a_killed_push_goes_on_with_what_had_not_arrived(hub, client, tmp_path):
     client.part = CHUNK
     hub.after.append((r"PUT /upload/", client.kill))
     process = client.begin("push", path, REPO)
-    process.wait(timeout=30)
+    process.wait(timeout=PATIENCE_S)
     arrived = set(hub.objects)
     assert arrived and "manifest.json" not in files(hub)
     hub.log.clear()

@@ -13,6 +13,7 @@ from hashlib import sha256
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE_S
 from server import FakeHub
 
 REPO = "someone/tiny-moe"
@@ -81,7 +82,7 @@ def fetch(hub, tmp_path):
         }  # fmt: skip
         done = subprocess.run(
             [sys.executable, "-c", SCRIPT, repo, revision],
-            env=inherited | settings | env, capture_output=True, text=True, timeout=60,
+            env=inherited | settings | env, capture_output=True, text=True, timeout=PATIENCE_S,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
@@ -285,8 +286,8 @@ def test_server_fault_at_a_file(hub, fetch):
 def test_connection_refused(fetch):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    text = error(fetch(HF_ENDPOINT=f"http://127.0.0.1:{port}"))
+        # Bound and not listening: nobody else gets it, and it refuses.
+        text = error(fetch(HF_ENDPOINT=f"http://127.0.0.1:{free.getsockname()[1]}"))
     assert "cannot be reached" in text and "refused" in text and "HF_HUB_OFFLINE=1" in text
 
 
