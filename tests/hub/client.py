@@ -16,6 +16,7 @@ from server import FakeHub
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "hf_publisher"
+REPO = "someone/tiny-moe"
 
 # Waits of the client between its own retries are cut short; nothing else of it is changed.
 _SCRIPT = """

@@ -19,12 +19,6 @@ from mkpack.artifact import open_artifact
 REPO = "someone/tiny-moe"
 
 
-@pytest.fixture
-def hub():
-    with FakeHub() as hub:
-        yield hub
-
-
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> dict[str, bytes]:
     """A checkpoint of several shards, as the files of a repo."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import fake
 import pytest
-from client import TOKEN, Client, commit, error
+from client import REPO, TOKEN, Client, commit, error
 from fake import HELLO, TARGET
 from patience import PATIENCE_S
 from server import FakeHub
@@ -21,23 +21,9 @@ from test_trust import CANARY
 from mkpack import sign, trust
 from mkpack.manifest import CHUNK
 
-REPO = "someone/tiny-moe"
 OTHER = "riscv64"  # no machine that runs these tests
 WEIGHTS = "weights/rank0.bin"
 KERNEL = f"kernels/{TARGET}.so"
-
-
-@pytest.fixture
-def hub():
-    with FakeHub() as hub:
-        yield hub
-
-
-@pytest.fixture
-def client(hub, tmp_path):
-    client = Client(hub, tmp_path)
-    yield client
-    client.kill()
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import fake
 import pytest
-from client import TOKEN, Client, commit, error
+from client import REPO, TOKEN, commit, error
 from fake import HELLO, TARGET
 from patience import PATIENCE_S
 from server import FakeHub
@@ -17,21 +17,7 @@ from mkpack import card
 from mkpack.artifact import open_artifact
 from mkpack.manifest import CHUNK, Manifest
 
-REPO = "someone/tiny-moe"
 OTHER = "x86-64-v4" if TARGET != "x86-64-v4" else "x86-64-v3"
-
-
-@pytest.fixture
-def hub():
-    with FakeHub() as hub:
-        yield hub
-
-
-@pytest.fixture
-def client(hub, tmp_path):
-    client = Client(hub, tmp_path)
-    yield client
-    client.kill()
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 from patience import PATIENCE_S
-from server import FakeHub
 
 REPO = "someone/tiny-moe"
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,12 +59,6 @@ def sharded() -> dict[str, bytes]:
 
 def single() -> dict[str, bytes]:
     return {"config.json": b"{}", "model.safetensors": b"weights" * 100}
-
-
-@pytest.fixture
-def hub():
-    with FakeHub() as hub:
-        yield hub
 
 
 @pytest.fixture

@@ -25,21 +25,28 @@ using namespace mk;
   } while (0)
 
 template <class T>
+T* device_array(int64_t n, int byte = 0) {
+  T* p;
+  CHECK(cudaMalloc(&p, n * sizeof(T)));
+  CHECK(cudaMemset(p, byte, n * sizeof(T)));
+  return p;
+}
+template <class T>
+std::vector<T> to_host(const T* p, int64_t n) {
+  std::vector<T> v(n);
+  CHECK(cudaMemcpy(v.data(), p, n * sizeof(T), cudaMemcpyDeviceToHost));
+  return v;
+}
+
+template <class T>
 struct Array {
-  T* data = nullptr;
+  T* data;
   int64_t size;
-  explicit Array(int64_t n) : size(n) {
-    CHECK(cudaMalloc(&data, n * sizeof(T)));
-    CHECK(cudaMemset(data, 0xFF, n * sizeof(T)));  // NaNs: what nobody writes shows
-  }
+  explicit Array(int64_t n) : data(device_array<T>(n, 0xFF)), size(n) {}  // NaNs: what nobody writes shows
   ~Array() { cudaFree(data); }
   Array(const Array&) = delete;
   void put(const std::vector<T>& v) { CHECK(cudaMemcpy(data, v.data(), v.size() * sizeof(T), cudaMemcpyHostToDevice)); }
-  std::vector<T> get(int64_t at, int64_t n) const {
-    std::vector<T> v(n);
-    CHECK(cudaMemcpy(v.data(), data + at, n * sizeof(T), cudaMemcpyDeviceToHost));
-    return v;
-  }
+  std::vector<T> get(int64_t at, int64_t n) const { return to_host(data + at, n); }
 };
 
 template <class... P>

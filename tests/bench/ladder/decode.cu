@@ -3,40 +3,13 @@
 //   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -I csrc -I csrc/cuda -I tests/bench/ladder \
 //        -o decode tests/bench/ladder/decode.cu
 //   ./decode [context] [log2 of KV splits] [steps]
-#include <algorithm>
-#include <cmath>
-#include <cstdio>
-#include <cstdlib>
-#include <vector>
+#include "bench.cuh"
 #include "decode_kernel.cuh"
 #include "reference.cuh"
-#include "bandwidth.cuh"
 
 using namespace mk;
 using namespace ladder;
-
-#define CHECK(x)                                                         \
-  do {                                                                   \
-    cudaError_t e_ = (x);                                                \
-    if (e_ != cudaSuccess) {                                             \
-      printf("%s, line %d: %s\n", #x, __LINE__, cudaGetErrorString(e_)); \
-      exit(1);                                                           \
-    }                                                                    \
-  } while (0)
-
-template <class T>
-static T* device_array(size_t n) {
-  T* p;
-  CHECK(cudaMalloc(&p, n * sizeof(T)));
-  CHECK(cudaMemset(p, 0, n * sizeof(T)));
-  return p;
-}
-template <class T>
-static std::vector<T> to_host(const T* p, size_t n) {
-  std::vector<T> v(n);
-  CHECK(cudaMemcpy(v.data(), p, n * sizeof(T), cudaMemcpyDeviceToHost));
-  return v;
-}
+using bench::device_array, bench::to_host;
 
 constexpr uint64_t kWaitLimit = 2000000000;  // ns
 
