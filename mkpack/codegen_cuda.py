@@ -5,12 +5,12 @@ from __future__ import annotations
 from mkpack import abi
 from mkpack.codegen import cpp_float, description
 from mkpack.layout import align
-from mkpack.layout_cuda import CudaLayout
+from mkpack.layout_cuda import CudaLayout, step_only
 from mkpack.manifest import Limits
 from mkpack.schedule.cuda_decode import Decode
 from mkpack.schedule.shape import THREADS, Shape
 
-SECTIONS = "dense head experts expert_scales dense_scales head_scales routers embedding norms".split()
+SECTIONS = "dense head experts expert_scales dense_scales head_scales routers embedding norms mlp mlp_scales".split()
 
 
 def _scheduled(shape: Shape) -> dict[str, int]:
@@ -19,6 +19,9 @@ def _scheduled(shape: Shape) -> dict[str, int]:
         "scheduled_grid": shape.grid,
         "owned_units": shape.owned_units,
         "owners": shape.owners,
+        "down_units": shape.down_units,
+        "down_owned": shape.down_owned,
+        "down_owners": shape.down_owners,
         "qkv_units": shape.qkv_units,
         "head_units": shape.head_units,
         "pair_units": shape.pair_units,
@@ -60,6 +63,8 @@ def cuda_header(layout: CudaLayout, limits: Limits, target: str, trace: bool = F
         "kExperts": spec.moe.num_experts,
         "kTopK": spec.moe.top_k,
         "kMoeIntermediate": spec.moe.intermediate_size,
+        "kNarrowHidden": layout.narrow,
+        "kDenseIntermediate": layout.dense_inner,
         "kVocab": spec.vocab_size,
         "kMaxContext": shape.context,
         "kGrid": shape.grid,
@@ -67,12 +72,36 @@ def cuda_header(layout: CudaLayout, limits: Limits, target: str, trace: bool = F
     flags = {
         "kNormTopkProb": spec.moe.norm_topk_prob,
         "kQkNorm": spec.qk_norm,
+        "kQkNormWeight": spec.qk_norm_weight,
+        "kStepOnly": step_only(spec),
         "kQkvBias": spec.qkv_bias,
         "kOutBias": spec.o_bias,
+        "kAttentionOutNorm": spec.attention_out_norm,
+        "kAttentionGate": spec.attention_gate,
+        "kEmbedNorm": spec.embed_norm,
+        "kCenteredNorms": spec.centered_norms,
+        "kSandwich": spec.sandwich is not None,
+        "kDenseFp8": layout.precision["dense"] == "fp8",
         "kAttentionFp8": layout.precision["attention"] == "fp8",
         "kHeadFp8": layout.precision["lm_head"] == "fp8",
         "kRouterF32": layout.router_format == "f32",
     }
+    sandwich = spec.sandwich
+    floats = {
+        "kRmsEps": spec.rms_norm_eps,
+        "kNormOffset": 1.0 if spec.centered_norms else 0.0,
+        "kQkScale": spec.qk_scale,
+        "kExpertNormEps": spec.moe.expert_norm_eps,
+        "kSandwichEps": sandwich.eps if sandwich else 0.0,
+        "kGateTemperature": sandwich.gate_temperature if sandwich else 1.0,
+        "kGateFloor": sandwich.gate_floor if sandwich else 0.0,
+        "kLogitScale": spec.logit_scale,
+        "kLogitSoftcap": spec.logit_softcap or 0.0,
+    }
+    dense, rotated = (
+        ", ".join(str(x).lower() for x in xs)
+        for xs in zip(*((not layer.moe, layer.rope) for layer in spec.layers), strict=True)
+    )
     windows = ", ".join(str(layer.sliding_window or 0) for layer in spec.layers)
     # Scales that this model does without are at 0.
     offsets = {f"{name}_at": layout.offset(name) if name in layout else 0 for name in SECTIONS}
@@ -86,6 +115,10 @@ def cuda_header(layout: CudaLayout, limits: Limits, target: str, trace: bool = F
         "dense_scale_layer_floats": layout.dense_scale_layer,
         "router_bytes": layout.router_bytes,
         "norm_layer_floats": layout.norm_layer,
+        "moe_mlp_bytes": layout.mlp[0][0],
+        "dense_mlp_bytes": layout.mlp[1][0],
+        "moe_mlp_scale_floats": layout.mlp[0][1],
+        "dense_mlp_scale_floats": layout.mlp[1][1],
         "blob_bytes": layout.nbytes,
     }
     vectors = {f"{name}_at": at for name, (at, _) in layout.vectors.items()}
@@ -102,8 +135,10 @@ def cuda_header(layout: CudaLayout, limits: Limits, target: str, trace: bool = F
             "namespace mk {",
             *(f"constexpr int {name} = {value};" for name, value in ints.items()),
             *(f"constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()),
-            f"constexpr float kRmsEps = {cpp_float(spec.rms_norm_eps)};",
+            *(f"constexpr float {name} = {cpp_float(value)};" for name, value in floats.items()),
             f"constexpr int kWindows[kLayers] = {{{windows}}};  // positions a query sees, 0: all",
+            f"constexpr bool kDenseLayers[kLayers] = {{{dense}}};",
+            f"constexpr bool kRotatedLayers[kLayers] = {{{rotated}}};",
             "}  // namespace mk",
             "",
             "namespace mk::model {",

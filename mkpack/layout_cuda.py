@@ -30,6 +30,26 @@ CHUNK = 64  # columns of an NVFP4 tile that lie together
 CHUNK_CODES, CHUNK_SCALES = 512, 64  # bytes of a chunk
 PAGE_CHUNKS = 32  # at most, of an NVFP4 page
 
+# Features that step_kernel has, by the fields of the spec. decode_kernel has none of them.
+_TAKEN: dict[type[BaseModel], tuple[str, ...]] = {
+    ModelSpec: (
+        "attention_gate",
+        "attention_out_norm",
+        "centered_norms",
+        "embed_norm",
+        "logit_scale",
+        "logit_softcap",
+        "qk_norm_weight",
+        "qk_scale",
+        "sandwich",
+    ),
+    MoeSpec: (
+        "expert_norm_eps",
+        "hidden_size",
+    ),
+    LayerSpec: ("rope", "sliding_window"),
+}
+
 _ROUTERS = ("router", "routers")  # sections, of CPUs one a layer
 
 _WIDTH: dict[Format, int] = {"bf16": 2, "fp8": 1, "f32": 4}  # bytes of an element of a dense matrix or router
@@ -44,6 +64,7 @@ def cuda_refusals(
         for name, value, allowed in (
             ("quantise.experts", precision["experts"], ["nvfp4"]),
             ("quantise.attention", precision["attention"], ["bf16", "fp8"]),
+            *([("quantise.dense", precision["dense"], ["bf16", "fp8"])] if _has_mlp_matrices(spec) else []),
             ("quantise.lm_head", precision["lm_head"], ["bf16", "fp8"]),
             ("quantise.embeddings", precision["embeddings"], ["bf16"]),
             ("the routers' dtype", router_format, ["bf16", "f32"]),
@@ -81,13 +102,17 @@ def _limits(spec: ModelSpec, tp: int) -> Iterator[tuple[str, object, object]]:
             yield "num_experts * top_k", spec.moe.num_experts * spec.moe.top_k, most
         if spec.moe.intermediate_size % CHUNK:
             yield "moe intermediate_size", spec.moe.intermediate_size, f"multiples of {CHUNK}"
-        yield from _features(spec.moe, "moe ")
-    if dense := [i for i, layer in enumerate(spec.layers) if not layer.moe]:
-        yield f"mlp of layers {_few(dense)}", "dense", "experts in every layer"
-    yield from _features(spec)
+        if (spec.moe.hidden_size or 0) % CHUNK:
+            yield "moe hidden_size", spec.moe.hidden_size, f"multiples of {CHUNK}"
+        yield from _features(spec.moe, "moe ", _TAKEN[MoeSpec])
+    else:
+        yield "mlp of every layer", "dense", "models with experts"
+    if any(not layer.moe for layer in spec.layers) and (spec.dense_intermediate_size or 0) % PAGE_ROWS:
+        yield "dense intermediate_size", spec.dense_intermediate_size, f"multiples of {PAGE_ROWS}"
+    yield from _features(spec, taken=_TAKEN[ModelSpec])
     found: dict[tuple[str, str, str], list[int]] = {}
     for i, layer in enumerate(spec.layers):
-        for feature in _features(layer, taken=("sliding_window",)):
+        for feature in _features(layer, taken=_TAKEN[LayerSpec]):
             found.setdefault(feature, []).append(i)
     for (name, value, takes), layers in found.items():
         yield f"{name} of layers {_few(layers)}", value, takes
@@ -104,6 +129,17 @@ def _features(
             continue
         shown = "given" if isinstance(value, BaseModel) else str(value)
         yield prefix + name, shown, "none" if field.default is None else str(field.default)
+
+
+def step_only(spec: ModelSpec) -> bool:
+    """Whether a model has any feature of _TAKEN, or dense layers, so that step_kernel alone can run it."""
+    parts: list[ModelSpec | MoeSpec | LayerSpec] = [spec, *([spec.moe] if spec.moe else []), *spec.layers]
+    return not all(layer.moe for layer in spec.layers) or any(True for part in parts for _ in _features(part))
+
+
+def _has_mlp_matrices(spec: ModelSpec) -> bool:
+    """Whether any matrix of a layer's MLP is neither a router nor an expert's."""
+    return not all(layer.moe for layer in spec.layers) or bool(spec.moe and spec.moe.hidden_size)
 
 
 def _few(layers: list[int]) -> str:
@@ -128,21 +164,54 @@ class CudaLayout:
         hidden, inner, experts = spec.hidden_size, spec.moe.intermediate_size, spec.moe.num_experts
         attention = precision["attention"]
         self.num_experts = experts
-        # Rows of q, k and v lie as one matrix, those of the output projection behind it.
-        self.qkv_rows = spec.q_size + 2 * spec.kv_size
+        # Of experts that are as wide as the model the second is its width, and there is no first.
+        self.narrow, self.expert_hidden = spec.moe.hidden_size or 0, spec.moe.hidden_size or hidden
+        # Rows of q, k, v and the attention gate lie as one matrix, those of the output projection behind it.
+        gate_at = spec.q_size + 2 * spec.kv_size
+        self.qkv_rows = gate_at + (spec.q_size if spec.attention_gate else 0)
         self.dense_rows = {"q": 0, "k": spec.q_size, "v": spec.q_size + spec.kv_size, "o": self.qkv_rows}
+        if spec.attention_gate:
+            self.dense_rows["attn_gate"] = gate_at
         self.qkv_bytes = matrix_bytes(attention, self.qkv_rows, hidden)
         self.dense_layer_bytes = self.qkv_bytes + matrix_bytes(attention, hidden, spec.q_size)
         self.dense_scale_layer = self.qkv_rows + hidden if attention == "fp8" else 0  # floats
         self.head_rows = align(spec.vocab_size, PAGE_ROWS)
         self.head_bytes = matrix_bytes(precision["lm_head"], spec.vocab_size, hidden)
-        self.pair_bytes = inner // PAIR_ROWS * tile_bytes(hidden)
-        self.expert_bytes = self.pair_bytes + hidden // OWNED_ROWS * tile_bytes(inner)
+        self.pair_bytes = inner // PAIR_ROWS * tile_bytes(self.expert_hidden)
+        self.expert_bytes = self.pair_bytes + self.expert_hidden // OWNED_ROWS * tile_bytes(inner)
+        self.dense_inner = 0 if all(layer.moe for layer in spec.layers) else spec.dense_intermediate_size or 0
+        self.mlp = self._mlp()
         self.router_bytes = experts * hidden * _WIDTH[router_format]
-        self.vectors, self.norm_layer = self._vectors()
+        self.vectors, self.norm_layer, self.norm_moe_only = self._vectors()
         self.sections = self._sections()
         self._offsets = {s.name: s.offset for s in self.sections}
         self.nbytes = align(self.sections[-1].offset + self.sections[-1].nbytes, SECTION_ALIGN)
+
+    def moe_layers(self, before: int | None = None) -> int:
+        """How many layers have experts, of all or of those before one: sections of experts count only these."""
+        return sum(layer.moe for layer in self.spec.layers[:before])
+
+    def vectors_at(self, layer: int) -> int:
+        """Float at which a layer's vectors begin; behind the last layer's lies the final norm."""
+        return layer * self.norm_layer - (layer - self.moe_layers(layer)) * self.norm_moe_only
+
+    def mlp_at(self, layer: int) -> tuple[int, int]:
+        """Byte at which a layer's matrices begin in the mlp section, and float of their row scales in theirs."""
+        moe = self.moe_layers(layer)
+        of_moe, of_dense = self.mlp
+        return tuple(moe * of_moe[i] + (layer - moe) * of_dense[i] for i in (0, 1))  # type: ignore[return-value]
+
+    def _mlp(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """(bytes, floats of row scales) in the mlp sections of a layer with experts, and of a dense layer."""
+        hidden, fmt = self.spec.hidden_size, self.precision["dense"]
+
+        def part(*matrices: tuple[int, int]) -> tuple[int, int]:
+            nbytes = sum(matrix_bytes(fmt, rows, cols) for rows, cols in matrices)
+            return nbytes, sum(rows for rows, _ in matrices) if fmt == "fp8" else 0
+
+        of_moe = part((self.narrow, hidden), (hidden, self.narrow)) if self.narrow else (0, 0)
+        inner = self.dense_inner
+        return of_moe, part((2 * inner, hidden), (hidden, inner)) if inner else (0, 0)
 
     def offset(self, section: str) -> int:
         return self._offsets[section]
@@ -156,26 +225,33 @@ class CudaLayout:
             return self.precision[role.precision]
         return self.router_format if role.name.endswith(".router") else "f32"
 
-    def _vectors(self) -> tuple[dict[str, tuple[int, int]], int]:
+    def _vectors(self) -> tuple[dict[str, tuple[int, int]], int, int]:
         """(first float, floats) of every vector that a layer may have, without floats where it has not; floats of a
-        layer."""
+        layer, and those of them, at its end, that dense layers do without."""
         spec = self.spec
         sizes = {"attn_norm": spec.hidden_size, "mlp_norm": spec.hidden_size}
-        sizes |= dict.fromkeys(("q_norm", "k_norm"), spec.head_dim if spec.qk_norm else 0)
+        sizes |= dict.fromkeys(("q_norm", "k_norm"), spec.head_dim if spec.qk_norm and spec.qk_norm_weight else 0)
         for part, n in (("q", spec.q_size), ("k", spec.kv_size), ("v", spec.kv_size)):
             sizes[part + "_bias"] = n if spec.qkv_bias else 0
         sizes["o_bias"] = spec.hidden_size if spec.o_bias else 0
+        sandwich = spec.hidden_size if spec.sandwich else 0
+        sizes |= dict.fromkeys(("attn_residual_gate", "mlp_out_norm", "mlp_residual_gate"), sandwich)
+        of_moe = {"pre_norm": self.narrow, "expert_norm": self.narrow}
         places, end = {}, 0
-        for name, size in sizes.items():
+        for name, size in {**sizes, **of_moe}.items():
             places[name] = (end, size)
             end += size
-        return places, end
+        return places, end, end - places["pre_norm"][0]
 
     def _sections(self) -> list[Section]:
         spec, precision, layers, hidden = self.spec, self.precision, len(self.spec.layers), self.spec.hidden_size
         assert spec.moe
-        experts = layers * self.num_experts
-        norms, scales = layers * self.norm_layer + hidden, layers * self.dense_scale_layer
+        moe_layers = self.moe_layers()
+        experts = moe_layers * self.num_experts
+        norms, scales = self.vectors_at(layers) + hidden, layers * self.dense_scale_layer
+        mlp_bytes, mlp_scales = self.mlp_at(layers)
+        # Every matrix counted as rows of the model's width.
+        mlp_rows = moe_layers * 2 * self.narrow + (layers - moe_layers) * 3 * self.dense_inner
         names: dict[str, list[str]] = {}
         for role in tensors(spec, SourceNames()):
             for section in self._homes(role.name):
@@ -184,13 +260,20 @@ class CudaLayout:
         rows: dict[str, tuple[Format, int, int, int]] = {  # format, rows, columns, bytes
             "dense": (precision["attention"], dense_rows, hidden, layers * self.dense_layer_bytes),
             "head": (precision["lm_head"], spec.vocab_size, hidden, self.head_bytes),
-            "experts": ("nvfp4", experts * 3 * spec.moe.intermediate_size, hidden, experts * self.expert_bytes),
+            "experts": (
+                "nvfp4",
+                experts * 3 * spec.moe.intermediate_size,
+                self.expert_hidden,
+                experts * self.expert_bytes,
+            ),
             "expert_scales": ("f32", experts * 4, 1, experts * 16),
             "dense_scales": ("f32", scales, 1, scales * 4),
             "head_scales": ("f32", self.head_rows, 1, self.head_rows * 4),
-            "routers": (self.router_format, experts, hidden, layers * self.router_bytes),
+            "routers": (self.router_format, experts, hidden, moe_layers * self.router_bytes),
             "embedding": ("bf16", spec.vocab_size, hidden, spec.vocab_size * hidden * 2),
             "norms": ("f32", norms, 1, norms * 4),
+            "mlp": (precision["dense"], mlp_rows, hidden, mlp_bytes),
+            "mlp_scales": ("f32", mlp_scales, 1, mlp_scales * 4),
         }
         found: list[Section] = []
         end = 0
@@ -220,6 +303,8 @@ class CudaLayout:
             return ("experts", "expert_scales")
         if part == "router":
             return ("routers",)
+        if ".dense." in tensor or part in ("pre_proj", "post_proj"):
+            return ("mlp", "mlp_scales") if self.precision["dense"] == "fp8" else ("mlp",)
         return ("dense", "dense_scales") if self.precision["attention"] == "fp8" else ("dense",)
 
 

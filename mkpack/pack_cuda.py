@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -28,7 +29,7 @@ from mkpack.layout_cuda import (
 )
 from mkpack.spec import Format
 
-_NAME = re.compile(r"layers\.(\d+)\.(?:experts\.(\d+)\.)?(\w+)")
+_NAME = re.compile(r"layers\.(\d+)\.(?:experts\.(\d+)\.)?((?:dense\.)?\w+)")
 _SLAB = 1 << 20  # bytes of a dense matrix packed at a time: they stay in the cache between one pass and the next
 _RUN = np.dtype("V64")  # 64 bytes that stay together, the unit in which pages and tiles are reordered
 
@@ -210,7 +211,9 @@ class CudaBlobWriter:
         if expert is not None:
             self._expert(seal, layer, expert, part, q)
         elif part == "router":
-            self._write(seal, "routers", layer * layout.router_bytes, q.data)
+            self._write(seal, "routers", layout.moe_layers(layer) * layout.router_bytes, q.data)
+        elif mlp := place_in_mlp(layout, layer, part):
+            self._matrix(seal, "mlp", mlp.at, mlp.scale_at, q, mlp.stride)
         else:
             at = layer * layout.dense_layer_bytes + dense_offset(layout, part)
             self._matrix(seal, "dense", at, layer * layout.dense_scale_layer + layout.dense_rows[part], q)
@@ -221,7 +224,7 @@ class CudaBlobWriter:
         return len(seals) == 1 and self._file.holds(seals[0])
 
     def _expert(self, seal: Seal, layer: int, expert: int, part: str, q: QTensor) -> None:
-        number = layer * self.layout.num_experts + expert
+        number = self.layout.moe_layers(layer) * self.layout.num_experts + expert
         at = number * self.layout.expert_bytes
         assert q.scale2 is not None
         self._write(seal, "expert_scales", (number * 4 + _SCALE[part]) * 4, q.scale2)
@@ -237,9 +240,18 @@ class CudaBlobWriter:
                 return
         self._write(seal, "experts", at, pack_nvfp4(*((q, found) if part == "gate" else (found, q))))
 
-    def _matrix(self, seal: Seal, section: str, at: int, scale_at: int, q: QTensor) -> None:
-        """A matrix whose pages begin at byte `at` of its section and whose row scales at float `scale_at` of theirs."""
+    def _matrix(self, seal: Seal, section: str, at: int, scale_at: int, q: QTensor, stride: int = 1) -> None:
+        """A matrix whose pages begin at byte `at` of its section and whose row scales at float `scale_at` of theirs.
+        stride: 2 where its row units take turns with another's."""
         stored = row_bytes(q.format, q.shape[1])
+        if stride > 1:
+            unit = PAGE_ROWS * stored
+            for i, row in enumerate(range(0, q.shape[0], PAGE_ROWS)):
+                rows = slice(row, row + PAGE_ROWS)
+                self._write(seal, section, at + stride * i * unit, pack_pages(q.data[rows]))
+                if q.scale2 is not None:
+                    self._write(seal, f"{section}_scales", (scale_at + stride * row) * 4, q.scale2[rows])
+            return
         step = max(_SLAB // stored // PAGE_ROWS, 1) * PAGE_ROWS
         for row in range(0, q.shape[0], step):
             self._write(seal, section, at + row * stored, pack_pages(q.data[row : row + step]))
@@ -269,17 +281,54 @@ def parse(layout: CudaLayout, tensor: str) -> tuple[int, int | None, str]:
     layer, expert, part = int(found[1]), None if found[2] is None else int(found[2]), found[3]
     if layer >= len(layout.spec.layers) or (expert or 0) >= layout.num_experts:
         raise KeyError(tensor)
+    if not layout.spec.layers[layer].moe and (expert is not None or part in _MOE_ONLY):
+        raise KeyError(tensor)
     return layer, expert, part
+
+
+_MOE_ONLY = ("router", "pre_norm", "expert_norm", "pre_proj", "post_proj")
+
+
+@dataclass(frozen=True)
+class MlpPlace:
+    """Where a matrix of the mlp section lies: first byte, float of its first row scale, and shape; stride: 2 where its
+    row units take turns with another's."""
+
+    at: int
+    scale_at: int
+    rows: int
+    cols: int
+    stride: int = 1
+
+
+def place_in_mlp(layout: CudaLayout, layer: int, part: str) -> MlpPlace | None:
+    """None for a part that is elsewhere."""
+    hidden, narrow, inner, fmt = layout.spec.hidden_size, layout.narrow, layout.dense_inner, layout.precision["dense"]
+    at, scale_at = layout.mlp_at(layer)
+    if part.startswith("dense.") and (layout.spec.layers[layer].moe or not inner):
+        raise KeyError(f"layers.{layer}.{part}")
+    match part:
+        case "pre_proj":
+            return MlpPlace(at, scale_at, narrow, hidden)
+        case "post_proj":
+            return MlpPlace(at + matrix_bytes(fmt, narrow, hidden), scale_at + narrow, hidden, narrow)
+        case "dense.gate":
+            return MlpPlace(at, scale_at, inner, hidden, 2)
+        case "dense.up":
+            return MlpPlace(at + matrix_bytes(fmt, PAGE_ROWS, hidden), scale_at + PAGE_ROWS, inner, hidden, 2)
+        case "dense.down":
+            return MlpPlace(at + matrix_bytes(fmt, 2 * inner, hidden), scale_at + 2 * inner, hidden, inner)
+    return None
 
 
 def place_of_vector(layout: CudaLayout, tensor: str) -> tuple[int, int]:
     """(first float, floats) of a norm or bias in its section; no floats when the tensor is neither, or the model has
     none."""
     if tensor == "final_norm":
-        return len(layout.spec.layers) * layout.norm_layer, layout.spec.hidden_size
+        return layout.vectors_at(len(layout.spec.layers)), layout.spec.hidden_size
     layer, expert, part = parse(layout, tensor)
     at, size = layout.vectors.get(part, (0, 0)) if expert is None else (0, 0)
-    return layer * layout.norm_layer + at, size
+    return layout.vectors_at(layer) + at, size
 
 
 def dense_offset(layout: CudaLayout, part: str) -> int:
@@ -300,10 +349,20 @@ def unpack(layout: CudaLayout, blob: np.ndarray, tensor: str) -> QTensor:
         start = layout.offset(section) + at
         return blob[start : start + size]
 
-    def matrix(section: str, at: int, scale_at: int, fmt: Format, rows: int, cols: int) -> QTensor:
-        data = unpack_pages(read(section, at, matrix_bytes(fmt, rows, cols)), fmt, rows, cols)
-        scale2 = read(section + "_scales", scale_at * 4, rows * 4).view(np.float32).copy() if fmt == "fp8" else None
-        return QTensor(fmt, (rows, cols), data, None, scale2)
+    def every(data: np.ndarray, run: int, stride: int) -> np.ndarray:
+        """The first of every `stride` runs of bytes."""
+        if stride == 1:
+            return data
+        return np.concatenate([data[first : first + run] for first in range(0, len(data), stride * run)])
+
+    def matrix(section: str, at: int, scale_at: int, fmt: Format, rows: int, cols: int, stride: int = 1) -> QTensor:
+        unit, units = matrix_bytes(fmt, PAGE_ROWS, cols), -(-rows // PAGE_ROWS)
+        pages, scale2 = every(read(section, at, (stride * (units - 1) + 1) * unit), unit, stride), None
+        if fmt == "fp8":
+            run = PAGE_ROWS * 4 if stride > 1 else rows * 4
+            last = stride * (units - 1) * PAGE_ROWS * 4 + run if stride > 1 else run
+            scale2 = every(read(section + "_scales", scale_at * 4, last), run, stride).view(np.float32).copy()
+        return QTensor(fmt, (rows, cols), unpack_pages(pages, fmt, rows, cols), None, scale2)
 
     if tensor == "embed":
         data = read("embedding", 0, spec.vocab_size * hidden * 2).view(np.uint16).reshape(-1, hidden)
@@ -315,20 +374,22 @@ def unpack(layout: CudaLayout, blob: np.ndarray, tensor: str) -> QTensor:
         return QTensor("f32", (floats,), read("norms", at * 4, floats * 4).view(np.float32))
     layer, expert, part = parse(layout, tensor)
     if expert is not None:
-        return _unpack_expert(layout, read, layer * layout.num_experts + expert, part)
+        return _unpack_expert(layout, read, layout.moe_layers(layer) * layout.num_experts + expert, part)
     if part == "router":
-        raw = read("routers", layer * layout.router_bytes, layout.router_bytes)
+        raw = read("routers", layout.moe_layers(layer) * layout.router_bytes, layout.router_bytes)
         values = raw.view(np.uint16 if layout.router_format == "bf16" else np.float32).reshape(-1, hidden)
         return QTensor(layout.router_format, values.shape, values)
+    if mlp := place_in_mlp(layout, layer, part):
+        return matrix("mlp", mlp.at, mlp.scale_at, layout.precision["dense"], mlp.rows, mlp.cols, mlp.stride)
     scale_at = layer * layout.dense_scale_layer + layout.dense_rows[part]
-    rows = {"q": spec.q_size, "o": hidden}.get(part, spec.kv_size)
+    rows = {"q": spec.q_size, "attn_gate": spec.q_size, "o": hidden}.get(part, spec.kv_size)
     at = layer * layout.dense_layer_bytes + dense_offset(layout, part)
     return matrix("dense", at, scale_at, layout.precision["attention"], rows, spec.q_size if part == "o" else hidden)
 
 
 def _unpack_expert(layout: CudaLayout, read: Callable[[str, int, int], np.ndarray], number: int, part: str) -> QTensor:
     assert layout.spec.moe
-    hidden, inner = layout.spec.hidden_size, layout.spec.moe.intermediate_size
+    hidden, inner = layout.expert_hidden, layout.spec.moe.intermediate_size
     start = number * layout.expert_bytes
     scale2 = read("expert_scales", number * 16 + _SCALE[part] * 4, 4).view(np.float32).copy()
     if part != "down":

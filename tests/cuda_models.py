@@ -8,7 +8,7 @@ from typing import Any
 import kernels
 
 from mkpack.layout_cuda import CudaLayout
-from mkpack.spec import Format, LayerSpec, ModelSpec, RopeSpec
+from mkpack.spec import Format, LayerSpec, ModelSpec, RopeSpec, SandwichSpec
 
 MIX: Mapping[str, Format] = kernels.precision("bf16", experts="nvfp4")
 
@@ -40,6 +40,31 @@ def small_spec(**changes: Any) -> ModelSpec:
     }
     moe = {"num_experts": 3, "top_k": 2, "intermediate_size": 64, **changes.pop("moe", {})}
     return kernels.tiny_spec(**{**fields, **changes}, moe=moe)
+
+
+def muse_spec(**changes: Any) -> ModelSpec:
+    """small_spec() with everything that Muse Spark has but the scores of its router: experts of 128 channels, a dense
+    layer of 72 between two with experts, the first without rope."""
+    fields: dict[str, Any] = {
+        "qk_norm": True,
+        "qk_norm_weight": False,
+        "qk_scale": 2.0,
+        "attention_out_norm": True,
+        "attention_gate": True,
+        "embed_norm": True,
+        "centered_norms": True,
+        "sandwich": SandwichSpec(eps=1e-8, gate_temperature=0.3, gate_floor=1e-3),
+        "logit_scale": 0.2,
+        "logit_softcap": 20.0,
+        "layers": (
+            LayerSpec(moe=True, rope=False),
+            LayerSpec(moe=False, sliding_window=7),
+            LayerSpec(moe=True, sliding_window=7),
+        ),
+        "dense_intermediate_size": 72,
+    }
+    moe = {"hidden_size": 128, "expert_norm_eps": 1e-8, **changes.pop("moe", {})}
+    return small_spec(**{**fields, **changes}, moe=moe)
 
 
 def cuda_layout(spec: ModelSpec, router_format: Format = "bf16", **precision: Format) -> CudaLayout:

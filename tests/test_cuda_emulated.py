@@ -9,7 +9,7 @@ import emulator
 import numpy as np
 import plain_model
 import pytest
-from cuda_models import cuda_layout, small_spec
+from cuda_models import cuda_layout, muse_spec, small_spec
 
 from mkpack import abi
 from mkpack.manifest import Limits
@@ -17,6 +17,8 @@ from mkpack.spec import LayerSpec
 
 LIMITS = Limits(context=64, tokens_per_step=16)
 TWO_LAYERS = (LayerSpec(moe=True), LayerSpec(moe=True, sliding_window=7))
+KINDS = (LayerSpec(moe=False, sliding_window=7), LayerSpec(moe=True, rope=False))
+MUSE = muse_spec(hidden_size=64, vocab_size=13, layers=KINDS)
 # Layout and blocks: more and fewer of them than there are rows, heads or experts to share.
 MODELS = {
     "smallest": (cuda_layout(small_spec(hidden_size=64, vocab_size=13, layers=TWO_LAYERS)), 3),
@@ -28,6 +30,10 @@ MODELS = {
             lm_head="fp8",
         ),
         5,
+    ),
+    "Muse Spark": (
+        cuda_layout(MUSE, attention="fp8", dense="fp8"),
+        3,
     ),
     "one block": (cuda_layout(small_spec(head_dim=128, tie_word_embeddings=True, layers=1, moe={"top_k": 1})), 1),
 }

@@ -8,14 +8,14 @@ from itertools import pairwise
 
 import kernels
 import pytest
-from cuda_models import MIX, cuda_layout, cuda_spec, small_spec
+from cuda_models import MIX, cuda_layout, cuda_spec, muse_spec, small_spec
 
 from mkpack import abi, codegen, compile, platform
 from mkpack.codegen_cuda import cuda_header
 from mkpack.layout import SECTION_ALIGN
-from mkpack.layout_cuda import GRID, CudaLayout, cuda_refusals
+from mkpack.layout_cuda import GRID, CudaLayout, cuda_refusals, step_only
 from mkpack.manifest import Limits
-from mkpack.spec import LayerSpec, RopeSpec, SandwichSpec, SwigluSpec
+from mkpack.spec import LayerSpec, RopeSpec, SwigluSpec
 
 LIMITS = Limits(context=1000, tokens_per_step=16)
 SECTIONS = ["dense", "head", "experts", "expert_scales", "routers", "embedding", "norms"]
@@ -41,6 +41,8 @@ def test_the_shape_of_qwen3_30b():
             "f32",
             {"lm_head": "fp8"},
         ),
+        (muse_spec(), "f32", {"dense": "fp8"}),
+        (small_spec(layers=(LayerSpec(moe=False), MOE), dense_intermediate_size=8), "bf16", {"dense": "bf16"}),
     ],
 )
 def test_other_shapes_are_taken(spec, router_format, precision):
@@ -80,18 +82,10 @@ def test_other_shapes_are_taken(spec, router_format, precision):
         ),
         ({"attention_sinks": True}, "attention_sinks is True, the kernel takes False"),
         ({"qk_norm_over": "projection"}, "qk_norm_over is projection, the kernel takes head"),
-        ({"logit_softcap": 30.0}, "logit_softcap is 30.0, the kernel takes none"),
+        ({"moe": {"hidden_size": 96}}, "moe hidden_size is 96, the kernel takes multiples of 64"),
         (
-            {"sandwich": SandwichSpec(eps=1e-6, gate_temperature=1.0, gate_floor=0.1)},
-            "sandwich is given, the kernel takes none",
-        ),
-        (
-            {"layers": (LayerSpec(moe=True, rope=False),) * 6},
-            "rope of layers 0, 1, 2, 3, ... (6 in all) is False, the kernel takes True",
-        ),
-        (
-            {"layers": (MOE, LayerSpec(moe=False)), "dense_intermediate_size": 64},
-            "mlp of layers 1 is dense, the kernel takes experts in every layer",
+            {"layers": (MOE, LayerSpec(moe=False)), "dense_intermediate_size": 68},
+            "dense intermediate_size is 68, the kernel takes multiples of 8",
         ),
     ],
 )
@@ -106,10 +100,17 @@ def test_what_it_cannot_do_is_named(changes, text):
 def test_a_feature_that_is_new_to_the_spec_is_refused():
     """Nothing that a ModelSpec, MoeSpec or LayerSpec can say is ignored: what the kernel takes is listed here."""
     spec = small_spec()
-    taken = {"sliding_window"}
+    taken = {
+        "": {
+            *("attention_gate", "attention_out_norm", "centered_norms", "embed_norm", "logit_scale", "logit_softcap"),
+            *("qk_norm_weight", "qk_scale", "rope", "sandwich", "sliding_window"),
+        },
+        "moe ": {"expert_norm_eps", "hidden_size"},
+    }
+    assert not step_only(spec)
     for part, prefix in ((spec, ""), (spec.moe, "moe "), (spec.layers[0], "")):
         for name, field in type(part).model_fields.items():
-            if field.is_required() or name in taken:
+            if field.is_required():
                 continue
             changed = part.model_copy(update={name: "something else"})
             if part is spec.moe:
@@ -118,10 +119,27 @@ def test_a_feature_that_is_new_to_the_spec_is_refused():
                 whole = changed
             else:
                 whole = spec.model_copy(update={"layers": (changed, *spec.layers[1:])})
+            assert step_only(whole), name
+            if name in taken[prefix]:
+                continue
             where = " of layers 0" if part is spec.layers[0] else ""
             assert any(t.startswith(f"{prefix}{name}{where} is something else") for t in cuda_refusals(whole, MIX)), (
                 name
             )
+
+
+def test_a_model_without_experts_is_refused():
+    spec = small_spec(layers=(LayerSpec(moe=False),), dense_intermediate_size=64).model_copy(update={"moe": None})
+    assert cuda_refusals(spec, MIX) == ["mlp of every layer is dense, the kernel takes models with experts"]
+
+
+def test_formats_of_the_mlp_matter_only_where_it_has_matrices():
+    assert cuda_refusals(small_spec(), {**MIX, "dense": "nvfp4"}) == []
+    for spec in (muse_spec(), small_spec(layers=(LayerSpec(moe=False), MOE), dense_intermediate_size=64)):
+        assert cuda_refusals(spec, {**MIX, "dense": "nvfp4"}) == [
+            "quantise.dense is nvfp4, the kernel takes bf16 or fp8"
+        ]
+        assert step_only(spec)
 
 
 def test_everything_is_named_at_once():
@@ -149,10 +167,14 @@ def test_everything_is_named_at_once():
         ({}, SECTIONS),
         ({"attention": "fp8"}, [*SECTIONS[:4], "dense_scales", *SECTIONS[4:]]),
         ({"lm_head": "fp8"}, [*SECTIONS[:4], "head_scales", *SECTIONS[4:]]),
+        ({}, [*SECTIONS, "mlp"]),
+        ({"dense": "fp8"}, [*SECTIONS, "mlp", "mlp_scales"]),
     ],
 )
 def test_sections_are_aligned_in_order_and_hold_every_tensor(precision, sections):
     spec = small_spec(layers=2, qk_norm=True, qkv_bias=True, o_bias=True)
+    if "mlp" in sections:
+        spec = muse_spec(qkv_bias=True, o_bias=True)
     layout = cuda_layout(spec, "f32", **precision)
     assert [s.name for s in layout.sections] == sections
     assert all(s.offset % SECTION_ALIGN == 0 for s in layout.sections) and layout.nbytes % SECTION_ALIGN == 0
@@ -189,6 +211,18 @@ def test_bytes_of_sections():
         "routers": 2 * 3 * 192 * 4,
     }
     assert fp8 == {**bf16, **changed}
+
+
+def test_bytes_of_dense_layers_and_narrow_experts():
+    """hidden 192, q and its gate 256, k and v 128 rows, experts 128 wide, one dense layer of 72 of three: fp8 pads 192
+    columns to 256, and 72 to 128."""
+    bf16, fp8 = ({s.name: s.nbytes for s in cuda_layout(muse_spec(), dense=fmt).sections} for fmt in ("bf16", "fp8"))
+    assert bf16["dense"] == 3 * (768 * 192 + 192 * 256) * 2
+    assert bf16["experts"] == 2 * 3 * 3 * 64 * 128 * 9 // 16 and bf16["routers"] == 2 * 3 * 192 * 2
+    assert bf16["norms"] == (3 * 5 * 192 + 2 * 2 * 128 + 192) * 4
+    assert bf16["mlp"] == (2 * (128 * 192 + 192 * 128) + 2 * 72 * 192 + 192 * 128) * 2
+    assert fp8["mlp"] == 2 * (128 * 256 + 192 * 128) + 2 * 72 * 256 + 192 * 128
+    assert fp8["mlp_scales"] == (2 * (128 + 192) + 2 * 72 + 192) * 4
 
 
 def test_a_tied_head_is_stored_as_pages_too():

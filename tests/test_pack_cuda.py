@@ -11,7 +11,7 @@ from pathlib import Path
 import kernels
 import numpy as np
 import pytest
-from cuda_models import cuda_layout, cuda_spec, small_spec
+from cuda_models import cuda_layout, cuda_spec, muse_spec, small_spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -51,6 +51,9 @@ LAYOUTS = {
     "fp8 attention": cuda_layout(
         small_spec(hidden_size=2112, vocab_size=72, qk_norm=True, moe={"intermediate_size": 192}), attention="fp8"
     ),
+    "Muse Spark": cuda_layout(muse_spec()),
+    "Muse Spark, fp8": cuda_layout(muse_spec(hidden_size=2112), attention="fp8", dense="fp8"),
+    "dense layers": cuda_layout(small_spec(layers=(LayerSpec(moe=False), *TWO_LAYERS), dense_intermediate_size=200)),
 }
 Model = list[tuple[str, QTensor]]  # in canonical order; what a tied head is stored as comes last, as "embed" again
 
@@ -209,7 +212,7 @@ def test_sizes_equal_those_of_the_kernel(layout, twins):
         "norm_layer": layout.norm_layer,
         **vectors,
         "o_bias": layout.vectors["o_bias"][0],
-        "pair_tile": tile_bytes(layout.spec.hidden_size),
+        "pair_tile": tile_bytes(layout.expert_hidden),
         "down_tile": tile_bytes(layout.spec.moe.intermediate_size),
         "qkv_rows": layout.qkv_rows,
         "k_at": pack_cuda.dense_offset(layout, "k"),

@@ -10,7 +10,7 @@ from typing import Any
 
 import emulator
 import pytest
-from cuda_models import cuda_layout, cuda_spec, small_spec
+from cuda_models import cuda_layout, cuda_spec, muse_spec, small_spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -65,7 +65,11 @@ def shapes(draw):
         num_key_value_heads=kv,
         num_attention_heads=kv * draw(st.integers(1, 16)),
         vocab_size=draw(st.integers(1, 3000)),
-        layers=(MOE,) * draw(st.integers(1, 3)),
+        layers=(MOE, *(LayerSpec(moe=draw(st.booleans())) for _ in range(draw(st.integers(0, 2))))),
+        dense_intermediate_size=8 * draw(st.integers(1, 400)),
+        sandwich=draw(st.sampled_from([None, muse_spec().sandwich])),
+        attention_gate=draw(st.booleans()),
+        embed_norm=draw(st.booleans()),
         qk_norm=draw(st.booleans()),
         qkv_bias=draw(st.booleans()),
         o_bias=draw(st.booleans()),
@@ -73,10 +77,12 @@ def shapes(draw):
             "num_experts": experts,
             "top_k": draw(st.integers(1, min(experts, 32))),
             "intermediate_size": 64 * draw(st.integers(1, 40)),
+            "hidden_size": draw(st.sampled_from([None, 64, 576, 2112])),
         },
     )
     fmt = st.sampled_from(["bf16", "fp8"])
-    return cuda_layout(spec, draw(st.sampled_from(["bf16", "f32"])), attention=draw(fmt), lm_head=draw(fmt))
+    router = draw(st.sampled_from(["bf16", "f32"]))
+    return cuda_layout(spec, router, attention=draw(fmt), lm_head=draw(fmt), dense=draw(fmt))
 
 
 @settings(max_examples=40)
@@ -106,6 +112,16 @@ def test_phases_and_the_order_of_rings():
         assert [p.name for p in s.phases] == [*first, *layers, *last]
     rings = {ring: [p.name for p in STEP.layer(0) for f in p.feeds if f.ring == ring] for ring in ("dense", "expert")}
     assert rings == {"dense": ["qkv", "output"], "expert": ["attention", "gate_up", "down"]}
+
+
+def test_phases_of_dense_layers_and_narrow_experts():
+    s = kernels(cuda_layout(muse_spec()), 5)["step_kernel"]
+    attention = ["qkv", "attention", "combine", "output", "attention_residual"]
+    narrow = ["pre_proj", "router", "choose", "gate_up", "down", "mix", "post_proj", "mlp_residual"]
+    assert [p.name for p in s.layer(0)] == [*attention, *narrow] == [p.name for p in s.layer(2)]
+    assert [p.name for p in s.layer(1)] == [*attention, "dense_gate_up", "dense_down", "mlp_residual"]
+    # The router needs nothing of the projection before it, so nobody waits between them.
+    assert "layers.0.pre_proj" not in s.barriers() and "layers.0.down" in s.barriers()
 
 
 def test_a_model_with_many_tokens_an_expert_keeps_all_pages_of_a_tile():

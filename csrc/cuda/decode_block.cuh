@@ -7,23 +7,19 @@
 namespace mk {
 
 // ---- shape -----------------------------------------------------------------------------------------------------------
-constexpr bool has_windows() {
-  for (int window : kWindows)
-    if (window) return true;
-  return false;
-}
 // Dense inputs are cut into parts of 1024 columns: 64 a warp, two a lane. A page of bf16 weights takes one part, a page of
 // fp8 weights two.
 constexpr int kPartColumns = kWarps * 64;
 constexpr bool whole_pages(int K, bool fp8) { return K % page_columns(fp8) == 0; }
 // What decode_kernel is written for, phase by phase; every other shape is left to the step kernel.
 constexpr bool kFastDecode =
+    !kStepOnly &&
     // dense products: whole pages, a row unit of QKV and at most one a warp for every SM
     whole_pages(kHidden, kAttentionFp8) && whole_pages(kQRows, kAttentionFp8) && whole_pages(kHidden, kHeadFp8) &&
     kHidden <= 2 * kPartColumns && kQRows <= 4 * kPartColumns && kQkvUnits >= kGrid && kQkvUnits <= kWarps * kGrid &&
     !kQkvBias && !kOutBias && kOwnedUnits == 1 &&
     // attention: 8 rows of an MMA are the query heads of a group, at least 8 KV splits
-    kHeadDim == 128 && kRotary == kHeadDim && kQkNorm && kGroup <= 8 && 8 * kKvHeads <= kGrid && !has_windows() &&
+    kHeadDim == 128 && kRotary == kHeadDim && kQkNorm && kGroup <= 8 && 8 * kKvHeads <= kGrid &&
     // experts: a router row an SM, four experts a lane, two warps an expert in down, three to 16 gate/up tiles an SM
     kExperts <= kGrid && kExperts <= 128 && kExperts % 4 == 0 && !kRouterF32 && kTopK == 8 && kNormTopkProb &&
     kMoeIntermediate % 256 == 0 && kMoeIntermediate <= 768 && 2 * kDownTileBytes <= kPairTileBytes &&

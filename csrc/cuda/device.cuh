@@ -102,7 +102,7 @@ void open_device(uint64_t bytes, const std::string& what) {
 inline std::string describe(const Report& r, double wait_limit_s) {
   static const struct {
     const char *phase, *awaited;
-  } texts[kPhases] = {
+  } texts[kPhasesOfAll] = {
       {"embedding", "the other SMs"},
       {"qkv", "the hidden state of the layer before, or its weights"},
       {"attention", "q, k and v of its heads"},
@@ -114,6 +114,13 @@ inline std::string describe(const Report& r, double wait_limit_s) {
       {"down", "the SwiGLU outputs of all experts, or its weights"},
       {"head", "the hidden state of the last layer, or its weights"},
       {"token", "the best token of every SM"},
+      {"residual after attention", "the output projections of the other SMs"},
+      {"projection to the experts' width", "the hidden state after attention, or its weights"},
+      {"norm of the experts' outputs", "the down projections of the other SMs"},
+      {"projection from the experts' width", "the outputs of all experts, or its weights"},
+      {"dense gate/up", "the hidden state after attention, or its weights"},
+      {"dense down", "the SwiGLU outputs, or its weights"},
+      {"residual after the MLP", "the MLP's outputs of the other SMs"},
   };
   const auto& t = texts[r.phase < kPhases ? r.phase : 0];
   char seconds[32];
@@ -121,7 +128,7 @@ inline std::string describe(const Report& r, double wait_limit_s) {
   std::string text = std::string("a wait of ") + seconds + " s ended: SM " + std::to_string(r.sm) +
                      " made no progress in phase " + t.phase;
   // Epochs count layers from 1 on; the head and the token run under the number of the layer that would follow.
-  if (r.phase < kPhaseHead && r.epoch) text += " of layer " + std::to_string((r.epoch - 1) % kLayers);
+  if (r.phase != kPhaseHead && r.phase != kPhaseToken && r.epoch) text += " of layer " + std::to_string((r.epoch - 1) % kLayers);
   return text + ", waiting for " + t.awaited + "; another program may be using the GPU; load the model again";
 }
 

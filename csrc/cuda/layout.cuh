@@ -16,18 +16,44 @@ constexpr int kTeam = kWarps * 32;
 constexpr int kMaxTokens = 16;  // of a step
 constexpr int kQRows = kHeads * kHeadDim;
 constexpr int kKvRows = kKvHeads * kHeadDim;
-constexpr int kQkvRows = kQRows + 2 * kKvRows;
+constexpr int kGateAt = kQRows + 2 * kKvRows;  // rows of q, k and v; those of the attention gate come behind them
+constexpr int kQkvRows = kGateAt + (kAttentionGate ? kQRows : 0);
 constexpr int kGroup = kHeads / kKvHeads;  // query heads of one KV head
 // Hidden rows are dealt out in units of 16: SM s owns units [kOwnedUnits * s, kOwnedUnits * (s + 1)), keeps their
 // residual and computes them in the output and in the down projection.
 constexpr int kUnitRows = 16, kUnits = kHidden / kUnitRows;
 constexpr int kOwnedUnits = ceil_div(kUnits, kGrid), kOwnedRows = kOwnedUnits * kUnitRows;
 constexpr int kOwners = ceil_div(kUnits, kOwnedUnits);  // SMs that own any
+// Experts are as wide as the model, or narrow: projections lead to their width and back. The rows that they give are dealt
+// out in the same way.
+constexpr bool kNarrow = kNarrowHidden > 0;
+constexpr int kExpertHidden = kNarrow ? kNarrowHidden : kHidden;
+constexpr int kDownUnits = kExpertHidden / kUnitRows, kDownOwned = ceil_div(kDownUnits, kGrid);
+constexpr int kDownRows = kDownOwned * kUnitRows, kDownOwners = ceil_div(kDownUnits, kDownOwned);
 
-static_assert(kHeads % kKvHeads == 0 && kHidden % 64 == 0 && kQRows % 64 == 0 && kMoeIntermediate % 64 == 0,
+static_assert(kHeads % kKvHeads == 0 && kHidden % 64 == 0 && kQRows % 64 == 0 && kMoeIntermediate % 64 == 0 &&
+                  kExpertHidden % 64 == 0,
               "inputs of matrices come in chunks of 64 columns");
 static_assert((kHeadDim == 64 || kHeadDim == 128) && kRotary % 2 == 0 && kRotary <= kHeadDim);
 static_assert(kTopK <= 32 && kTopK <= kExperts && kExperts <= 512 && kMaxContext % 16 == 0);
+
+// Some of the layers, a bit each.
+struct LayerSet {
+  uint32_t words[ceil_div(kLayers, 32)];
+  constexpr LayerSet(const bool (&is)[kLayers], bool value) : words() {
+    for (int i = 0; i < kLayers; i++) words[i / 32] |= (is[i] == value ? 1u : 0u) << i % 32;
+  }
+  constexpr int count() const {
+    int n = 0;
+    for (int i = 0; i < kLayers; i++) n += words[i / 32] >> i % 32 & 1;
+    return n;
+  }
+};
+// Layers with a dense MLP; the others have experts, in sections that count only them.
+constexpr LayerSet kDense(kDenseLayers, true), kUnrotated(kRotatedLayers, false);
+constexpr int kDenseCount = kDense.count(), kMoeCount = kLayers - kDenseCount;
+constexpr bool kHasDense = kDenseCount > 0, kHasUnrotated = kUnrotated.count() > 0;
+static_assert(kMoeCount > 0 && kDenseIntermediate % 8 == 0, "inputs of the dense down projection come in runs of 8 columns");
 
 // Item i of `items` equal work items spread over the grid: SM s owns [first(s), first(s + 1)).
 MK_HD int first_item(int items, int sm) { return (int)((uint32_t)items * (uint32_t)sm / kGrid); }
@@ -71,6 +97,21 @@ constexpr int64_t kHeadBytes = matrix_bytes(kVocab, kHidden, kHeadFp8);
 // fp8 matrices have a float32 scale a row: of a layer those of q, k, v, then of the output projection.
 constexpr int kDenseScaleLayer = kAttentionFp8 ? kQkvRows + kHidden : 0;
 
+// ---- dense matrices of the MLP ------------------------------------------------------------------------------------
+// Of a layer with narrow experts the projections to their width and back; of a dense layer gate and up, then down. Gate and
+// up are one matrix of pairs of row units, 8 gate rows and the same 8 up rows, so that one SM has both halves of a SwiGLU.
+constexpr int kPreUnits = kNarrowHidden / kPageRows, kMlpPairs = kDenseIntermediate / kPageRows;
+constexpr int64_t kPreBytes = matrix_bytes(kNarrowHidden, kHidden, kDenseFp8);
+constexpr int64_t kPostBytes = kNarrow ? matrix_bytes(kHidden, kNarrowHidden, kDenseFp8) : 0;
+constexpr int64_t kMlpPairBytes = matrix_bytes(2 * kPageRows * kMlpPairs, kHidden, kDenseFp8);
+constexpr int64_t kMlpDownBytes = kHasDense ? matrix_bytes(kHidden, kDenseIntermediate, kDenseFp8) : 0;
+constexpr int64_t kMoeMlpBytes = kPreBytes + kPostBytes, kDenseMlpBytes = kMlpPairBytes + kMlpDownBytes;
+constexpr int64_t kMlpBytes = kMoeCount * kMoeMlpBytes + kDenseCount * kDenseMlpBytes;
+// Row scales of fp8, in the order of the rows.
+constexpr int kMoeMlpScales = kDenseFp8 && kNarrow ? kNarrowHidden + kHidden : 0;
+constexpr int kDenseMlpScales = kDenseFp8 && kHasDense ? 2 * kPageRows * kMlpPairs + kHidden : 0;
+constexpr int64_t kMlpScales = (int64_t)kMoeCount * kMoeMlpScales + (int64_t)kDenseCount * kDenseMlpScales;
+
 // ---- NVFP4 matrices ------------------------------------------------------------------------------------------------
 // A tile is 16 rows x K columns in chunks of 64 columns. At most 32 chunks are a page: first 512 bytes of nibbles a
 // chunk, then 64 bytes of e4m3 scales a chunk. Lane (g, t) owns columns 16 t .. 16 t + 15 of a chunk, exactly one scale
@@ -107,10 +148,10 @@ MK_HD int tile_scale_offset(int row, int column, int K) {
 }
 // Gate and up share tiles: rows 0..7 of tile u are gate rows 8 u .. 8 u + 7, rows 8..15 the same up rows, so that one
 // lane ends with both halves of a SwiGLU pair.
-constexpr int kPairUnits = kMoeIntermediate / 8, kPairTileBytes = tile_bytes(kHidden);
+constexpr int kPairUnits = kMoeIntermediate / 8, kPairTileBytes = tile_bytes(kExpertHidden);
 constexpr int kDownTileBytes = tile_bytes(kMoeIntermediate);
 constexpr int64_t kPairBytes = (int64_t)kPairUnits * kPairTileBytes;
-constexpr int64_t kExpertBytes = kPairBytes + (int64_t)kUnits * kDownTileBytes;  // gate/up tiles, then down tiles
+constexpr int64_t kExpertBytes = kPairBytes + (int64_t)kDownUnits * kDownTileBytes;  // gate/up tiles, then down tiles
 // Tensor scales of an expert: float4 {gate, up, down, 0}.
 constexpr int kTokenPairUnits = kTopK * kPairUnits;  // gate/up tiles of one token, expert slot major
 constexpr int kMaxPairUnits = ceil_div(kTokenPairUnits, kGrid);
@@ -123,9 +164,15 @@ constexpr int64_t kRouterBytes = (int64_t)kExperts * kHidden * (kRouterF32 ? 4 :
 
 // ---- vectors: float32, layer after layer, then the final norm ------------------------------------------------------
 constexpr int kNormInput = 0, kNormPost = kHidden;
-constexpr int kNormQ = 2 * kHidden, kNormK = kNormQ + (kQkNorm ? kHeadDim : 0);
-constexpr int kBiasQkv = kNormK + (kQkNorm ? kHeadDim : 0), kBiasOut = kBiasQkv + (kQkvBias ? kQkvRows : 0);
-constexpr int kNormLayer = kBiasOut + (kOutBias ? kHidden : 0);
+constexpr int kQkNormSize = kQkNorm && kQkNormWeight ? kHeadDim : 0;
+constexpr int kNormQ = 2 * kHidden, kNormK = kNormQ + kQkNormSize;
+constexpr int kBiasQkv = kNormK + kQkNormSize, kBiasOut = kBiasQkv + (kQkvBias ? kGateAt : 0);
+constexpr int kGateAttention = kBiasOut + (kOutBias ? kHidden : 0), kSandwichSize = kSandwich ? kHidden : 0;
+constexpr int kNormMlpOut = kGateAttention + kSandwichSize, kGateMlp = kNormMlpOut + kSandwichSize;
+// What only layers with experts have comes last: dense layers are shorter.
+constexpr int kNormPre = kGateMlp + kSandwichSize, kNormExpert = kNormPre + kNarrowHidden;
+constexpr int kNormLayer = kNormExpert + kNarrowHidden, kNormMoeOnly = kNormLayer - kNormPre;
+constexpr int64_t kNorms = (int64_t)kLayers * kNormLayer - (int64_t)kDenseCount * kNormMoeOnly + kHidden;
 
 // ---- KV cache: tiles of 16 positions, K then V, both in MMA fragment order ------------------------------------------
 constexpr int kTile = 16, kTileBytes = kTile * kHeadDim * 2, kMaxTiles = kMaxContext / kTile;
@@ -156,7 +203,7 @@ constexpr int kExpertWords = kTopK * kMoeIntermediate / 2;
 constexpr int kLogitCopies = 8;
 constexpr int kXLogits = kXExperts + kCopies * kExpertWords;   // float32: router logits, kLogitCopies copies
 constexpr int kXQkv = kXLogits + kLogitCopies * kExperts;      // float32: q, k, v before norm and RoPE
-constexpr int kXPartial = kXQkv + kQkvRows;                    // float32: attention partials
+constexpr int kXPartial = kXQkv + kGateAt;                     // float32: attention partials
 constexpr int kXBest = kXPartial + kMaxUnits * kPartialWords;  // {logit}, {token} of every SM
 constexpr int kXToken = kXBest + 2 * kGrid;                     // the token that SM 0 sampled
 constexpr int kXWords = (kXToken + 1 + 15) / 16 * 16, kExchangeWords = 2 * kXWords;

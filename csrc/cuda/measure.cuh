@@ -46,12 +46,19 @@ inline mk_trace_shape trace_shape(int count) {
       "consumers embed\nconsumers qkv\nconsumers attention\nconsumers combine\nconsumers out\nconsumers router\n"
       "consumers choose\nconsumers gate/up\nconsumers down\nconsumers head\nconsumers token\n"
       "dense qkv\ndense out\ndense head\nexperts cache\nexperts gate/up and down";
+  static const char* names_of_all =
+      "consumers embed\nconsumers qkv\nconsumers attention\nconsumers combine\nconsumers out\nconsumers router\n"
+      "consumers choose\nconsumers gate/up\nconsumers down\nconsumers head\nconsumers token\n"
+      "consumers attention residual\nconsumers pre proj\nconsumers mix\nconsumers post proj\nconsumers dense gate/up\n"
+      "consumers dense down\nconsumers mlp residual\n"
+      "dense qkv\ndense out\ndense head\nexperts cache\nexperts gate/up and down\ndense mlp";
   // decode_kernel chooses where it streams.
   static const char* names_of_decode =
       "consumers embed\nconsumers qkv\nconsumers attention\nconsumers combine\nconsumers out\nconsumers router\n"
       "experts choose\nconsumers gate/up\nconsumers down\nconsumers head\nconsumers token\n"
       "dense qkv\ndense out\ndense head\nexperts cache\nexperts gate/up and down";
-  return {kLayers + 1, kPhases + kStreams, kGrid, 0, kFastDecode && count == 1 ? names_of_decode : names};
+  const char* own = kMoreTraced ? names_of_all : kFastDecode && count == 1 ? names_of_decode : names;
+  return {kLayers + 1, kPhases + kStreams, kGrid, 0, own};
 }
 
 // stamps: [steps][kLayers + 1][kPhases + kStreams][kGrid][4]. One token is followed by those that the kernel chooses, in one

@@ -17,11 +17,14 @@ namespace mk {
 static_assert(m::qkv_bytes == kQkvBytes && m::dense_layer_bytes == kDenseLayerBytes && m::head_bytes == kHeadBytes &&
               m::head_rows == kHeadRows && m::pair_bytes == kPairBytes && m::expert_bytes == kExpertBytes &&
               m::dense_scale_layer_floats == kDenseScaleLayer && m::router_bytes == kRouterBytes &&
-              m::norm_layer_floats == kNormLayer);
+              m::norm_layer_floats == kNormLayer && m::moe_mlp_bytes == kMoeMlpBytes &&
+              m::dense_mlp_bytes == kDenseMlpBytes && m::moe_mlp_scale_floats == kMoeMlpScales &&
+              m::dense_mlp_scale_floats == kDenseMlpScales);
 static_assert(m::attn_norm_at == kNormInput && m::mlp_norm_at == kNormPost && m::q_norm_at == kNormQ &&
               m::k_norm_at == kNormK && m::q_bias_at == kBiasQkv &&
               m::k_bias_at == kBiasQkv + (kQkvBias ? kQRows : 0) &&
-              m::v_bias_at == kBiasQkv + (kQkvBias ? kQRows + kKvRows : 0) && m::o_bias_at == kBiasOut);
+              m::v_bias_at == kBiasQkv + (kQkvBias ? kQRows + kKvRows : 0) && m::o_bias_at == kBiasOut && m::attn_residual_gate_at == kGateAttention && m::mlp_out_norm_at == kNormMlpOut &&
+              m::mlp_residual_gate_at == kGateMlp && m::pre_norm_at == kNormPre && m::expert_norm_at == kNormExpert);
 // Every section is as large as the kernel believes, and ends before the next begins.
 constexpr bool sections_fit() {
   constexpr uint64_t layers = kLayers, vocab = kVocab, hidden = kHidden;
@@ -30,13 +33,15 @@ constexpr bool sections_fit() {
   } sections[] = {
       {m::dense_at, layers * kDenseLayerBytes},
       {m::head_at, kHeadBytes},
-      {m::experts_at, layers * kExperts * kExpertBytes},
-      {m::expert_scales_at, layers * kExperts * 4 * sizeof(float)},
+      {m::experts_at, kMoeCount * kExperts * kExpertBytes},
+      {m::expert_scales_at, kMoeCount * kExperts * 4 * sizeof(float)},
       {m::dense_scales_at, layers * kDenseScaleLayer * sizeof(float)},
       {m::head_scales_at, kHeadFp8 ? kHeadRows * sizeof(float) : 0},
-      {m::routers_at, layers * kRouterBytes},
+      {m::routers_at, kMoeCount * kRouterBytes},
       {m::embedding_at, vocab * hidden * 2},
-      {m::norms_at, (layers * kNormLayer + hidden) * sizeof(float)},
+      {m::norms_at, kNorms * sizeof(float)},
+      {m::mlp_at, kMlpBytes},
+      {m::mlp_scales_at, kMlpScales * sizeof(float)},
   };
   uint64_t end = 0;
   for (const auto& s : sections) {
@@ -49,7 +54,8 @@ constexpr bool sections_fit() {
 static_assert(sections_fit());
 // The schedule that mkpack/schedule proved, against the kernels that follow it.
 static_assert(m::scheduled_grid == kGrid, "model.h was made for another grid: give cuda_header() this one");
-static_assert(m::owned_units == kOwnedUnits && m::owners == kOwners && m::qkv_units == kQkvUnits &&
+static_assert(m::owned_units == kOwnedUnits && m::owners == kOwners && m::down_units == kDownUnits &&
+              m::down_owned == kDownOwned && m::down_owners == kDownOwners && m::qkv_units == kQkvUnits &&
               m::head_units == kHeadUnits && m::pair_units == kPairUnits && m::pair_tile_bytes == kPairTileBytes &&
               m::down_tile_bytes == kDownTileBytes && m::max_splits == kMaxSplits && m::threads == kThreads);
 static_assert(m::step_tokens == kStepTokens && m::slot_bytes == kSlotBytes && m::pair_groups == kPairGroups &&

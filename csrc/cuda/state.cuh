@@ -57,15 +57,15 @@ struct Workspace {
     bytes += (n * sizeof(T) + 255) / 256 * 256;
     return at;
   }
-  const size_t hidden = place<uint16_t>((size_t)kMaxTokens * kHidden);
-  const size_t router_input = place<float>((size_t)kMaxTokens * kHidden);
-  const size_t squares = place<float>((size_t)kMaxTokens * kGrid);
+  const size_t hidden = place<uint16_t>(kHiddenSize);
+  const size_t router_input = place<float>(kRouterInputSize);
+  const size_t squares = place<float>(kSquaresSize);
   const size_t qkv = place<float>((size_t)kMaxTokens * kQkvRows);
   const size_t partial = place<float>(kAttentionUnits * kAttentionRows * kHeadDim);
   const size_t partial_sums = place<float2>(kAttentionUnits * kAttentionRows);
   const size_t attention = place<uint16_t>((size_t)kMaxTokens * kQRows);
   const size_t router_logits = place<float>((size_t)kMaxTokens * kExperts);
-  const size_t swiglu = place<uint16_t>((size_t)kMaxTokens * kTopK * kMoeIntermediate);
+  const size_t swiglu = place<uint16_t>(kSwigluSize);
   const size_t logits = place<float>((size_t)kMaxTokens * kHeadRows);
   const size_t best = place<float2>((size_t)kMaxTokens * kGrid);
   const size_t shared_token = place<int32_t>(2);

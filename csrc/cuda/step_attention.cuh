@@ -79,10 +79,15 @@ __device__ __forceinline__ void prepare_unit(const StepBlock& b, int kv_head, in
 #pragma unroll
       for (int i = 0; i < kRun; i++) turn[i] = __ldg(table + d + i);
     if constexpr (kQkNorm) {
-      const float* weights = b.p.norms + b.layer() * kNormLayer + (is_query ? kNormQ : kNormK) + d;
+      const float* weights = b.vectors() + (is_query ? kNormQ : kNormK) + d;
       float u[kRun], w[kRun], squares = 0;
-      load_run(u, weights, true);
-      load_run(w, weights + kHeadDim / 2, true);
+      if constexpr (kQkNormWeight) {
+        load_run(u, weights, true);
+        load_run(w, weights + kHeadDim / 2, true);
+      } else {
+#pragma unroll
+        for (int i = 0; i < kRun; i++) u[i] = w[i] = 1.f;
+      }
 #pragma unroll
       for (int i = 0; i < kRun; i++) squares += x[i] * x[i] + y[i] * y[i];
 #pragma unroll
@@ -95,7 +100,7 @@ __device__ __forceinline__ void prepare_unit(const StepBlock& b, int kv_head, in
     if constexpr (kRotary == kHeadDim) {
 #pragma unroll
       for (int i = 0; i < kRun; i++)
-        if (!is_value) {
+        if (!is_value && is_rotated(b.layer())) {
           const float a = x[i], c = y[i];
           x[i] = a * turn[i].x - c * turn[i].y;
           y[i] = c * turn[i].x + a * turn[i].y;
@@ -110,7 +115,7 @@ __device__ __forceinline__ void prepare_unit(const StepBlock& b, int kv_head, in
       for (int i = 0; i < 2 * kRun; i++) {
         const int at = i < kRun ? d + i : d + i - kRun + kHeadDim / 2;
         const bool low = at < kRotary / 2;
-        if (is_value || at >= kRotary) continue;
+        if (is_value || !is_rotated(b.layer()) || at >= kRotary) continue;
         const float own = line[at], other = line[low ? at + kRotary / 2 : at - kRotary / 2];
         const float2 c = __ldg(table + (low ? at : at - kRotary / 2));
         (i < kRun ? x[i] : y[i - kRun]) = low ? own * c.x - other * c.y : own * c.x + other * c.y;
@@ -143,7 +148,7 @@ __device__ __forceinline__ uint32_t attend_tiles(const StepBlock& b, RunningSoft
   const int spread = squad_spread(b), blocks = row_blocks(b), block0 = squad % spread;
   const bool mine = member < 2 || second;
   const uint4* keys = (const uint4*)(tiles + member / 2 * 2 * kTileBytes) + member % 2 * (kHeadDim / 32) * 32 + b.lane();
-  const float scale = rsqrtf((float)kHeadDim) * 1.4426950408889634f;  // and exponents of two
+  const float scale = kQkScale * rsqrtf((float)kHeadDim) * 1.4426950408889634f;  // and exponents of two
   float s[kSquadBlocks][4] = {};  // positions 2 t and 2 t + 1 of rows g and g + 8
 #pragma unroll 1  // or all queries would be loaded first, into registers that there are not
   for (int i = 0; i < kHeadDim / 32; i++) {
@@ -369,10 +374,25 @@ __device__ __forceinline__ void step_combine(StepBlock& b) {
         v[j] += w * part.x, v[j + 1] += w * part.y;
       }
     }
+    if constexpr (kAttentionOutNorm || kAttentionGate) {
+      float squares = 0, rms = 1;
+#pragma unroll
+      for (int j = 0; j < kLane; j++) v[j] *= inverse, squares += v[j] * v[j];
+      if constexpr (kAttentionOutNorm) rms = rsqrtf(warp_sum(squares) / kHeadDim + kRmsEps);
+#pragma unroll
+      for (int j = 0; j < kLane; j++) {
+        v[j] *= rms;
+        if constexpr (kAttentionGate) {
+          const float gate = __ldcg(b.p.qkv + token * kQkvRows + kGateAt + head * kHeadDim + b.lane() * kLane + j);
+          v[j] = __fdividef(v[j], 1.f + __expf(-gate));
+        }
+      }
+    }
+    const float whole = kAttentionOutNorm || kAttentionGate ? 1.f : inverse;
 #pragma unroll
     for (int j = 0; j < kLane; j += 2)
       *(uint32_t*)(b.p.attention + token * kQRows + head * kHeadDim + b.lane() * kLane + j) =
-          pack_bf16x2(v[j] * inverse, v[j + 1] * inverse);
+          pack_bf16x2(v[j] * whole, v[j + 1] * whole);
   }
   b.stamp(kPhaseCombine, 3);
   b.meet();

@@ -2,6 +2,7 @@
 // meets at a barrier after every phase, so activations are plain memory and any shape of the family runs. decode_kernel
 // (decode_kernel.cuh) is the tuned way for one token a step.
 #pragma once
+#include <utility>
 #include "ring.cuh"
 #include "sampler.cuh"
 
@@ -25,6 +26,7 @@ struct StepParams {
   const float2* rope;                       // [position][kRotary / 2]: cosine, sine
   uint8_t* kv;
   // Activations, written in one phase and read in the next. bf16 where nothing else is said.
+  // Of the first three there is more behind what is said here: StepBlock knows it.
   uint16_t* hidden;      // [kMaxTokens][kHidden] residual x the next norm's weights; 1/rms is applied to the sums
   float* router_input;   // [kMaxTokens][kHidden] the same in float32
   float* squares;        // [kMaxTokens][kGrid] every owner's share of the sum of squares
@@ -33,7 +35,7 @@ struct StepParams {
   float2* partial_sums;  // [unit][kAttentionRows] its maximum and denominator
   uint16_t* attention;   // [kMaxTokens][kQRows]
   float* router_logits;  // [kMaxTokens][kExperts]
-  uint16_t* swiglu;      // [kMaxTokens x kTopK][kMoeIntermediate]
+  uint16_t* swiglu;      // [kMaxTokens x kTopK][kMoeIntermediate], or [kMaxTokens][kDenseIntermediate]
   float* logits;         // [kMaxTokens][kHeadRows], aligned for the sampler; rows count on over the steps of a launch without new tokens
   float2* best;          // [kMaxTokens][kGrid] {largest logit, its row as an integer's bits}
   int32_t* shared_token; // [2] what SM 0 decided: the token, 1 when the generation was cancelled
@@ -61,17 +63,19 @@ struct StepParams {
   int32_t dense_flight, head_flight;  // pages under way
 };
 
+MK_HD int most(int a, int b) { return a > b ? a : b; }
+
 // ---- shape of the step kernel ----------------------------------------------------------------------------------------
 constexpr int kStepSlots = 4;  // of each ring
 // Squads of four warps, with a named barrier each: they share a row block in attention, a tile in gate/up.
 constexpr int kSquads = 4, kSquadBarrier = 4;
 constexpr int kExpertPageBytes =
-    (tile_page_chunks(kHidden, 0) > tile_page_chunks(kMoeIntermediate, 0) ? tile_page_chunks(kHidden, 0)
-                                                                         : tile_page_chunks(kMoeIntermediate, 0)) *
+    (tile_page_chunks(kExpertHidden, 0) > tile_page_chunks(kMoeIntermediate, 0) ? tile_page_chunks(kExpertHidden, 0)
+                                                                               : tile_page_chunks(kMoeIntermediate, 0)) *
     kChunkBytes;
 // Warps that share one gate/up tile, each with a part of its columns. Four groups work on four tiles at a time where a
 // tile is one page: then a group meets the same slot of the ring again and again. Otherwise all warps share a tile.
-constexpr int kPairGroups = tile_pages(kHidden) == 1 ? kSquads : 1, kPairWarps = kWarps / kPairGroups;
+constexpr int kPairGroups = tile_pages(kExpertHidden) == 1 ? kSquads : 1, kPairWarps = kWarps / kPairGroups;
 constexpr int kPairWords = ceil_div(kMaxTokens * kTopK, 32);  // of a mask of pairs
 static_assert(kExperts * kPairWords <= kWarps * 2 * 16 * 8, "masks of pairs lie where the partial sums of gate/up will");
 // Down tiles in a page, and the parts of a page's columns: the four warps of a slot share its page.
@@ -80,9 +84,18 @@ constexpr int kDownFit = kExpertPageBytes / (kDownPages == 1 ? kDownTileBytes : 
 constexpr int kDownPack = kDownFit > 3 ? 4 : kDownFit > 1 ? 2 : 1, kDownSplit = 4 / kDownPack;
 constexpr int kDownCopies = kDownPages * kDownSplit;  // partial sums of a down product
 constexpr int kDenseChunk = 8;                        // row units between two reductions
-constexpr int kQStride = kHeadDim + 8, kXStride = kHidden + 8;
+constexpr int kQStride = kHeadDim + 8, kXStride = kExpertHidden + 8;
 constexpr int kMaxSplits = kGrid / kKvHeads < 1 ? 1 : kGrid / kKvHeads > 32 ? 32 : kGrid / kKvHeads;
 constexpr int kAttentionRows = ceil_div(kMaxTokens * kGroup, 16) * 16;
+
+// Workspace of activations that most models do without, behind that of others.
+constexpr size_t kNarrowAt = (size_t)kMaxTokens * kHidden, kMixedAt = kNarrowAt + (size_t)kMaxTokens * kNarrowHidden;
+constexpr size_t kHiddenSize = kMixedAt + (size_t)kMaxTokens * kNarrowHidden;
+constexpr size_t kBranchAt = (size_t)kMaxTokens * kHidden, kRouterInputSize = kBranchAt * (kSandwich ? 2 : 1);
+constexpr size_t kBranchSquaresAt = (size_t)kMaxTokens * kGrid, kNarrowSquaresAt = kBranchSquaresAt * (kSandwich ? 2 : 1);
+constexpr size_t kPairSquaresAt = kNarrowSquaresAt + (kNarrow ? (size_t)kMaxTokens * kGrid : 0);
+constexpr size_t kSquaresSize = kPairSquaresAt + (kNarrow ? (size_t)kMaxTokens * kTopK * kGrid : 0);
+constexpr int kSwigluSize = kMaxTokens * most(kTopK * kMoeIntermediate, kDenseIntermediate);
 
 // What a squad exchanges about a block of 16 rows and 32 positions in attention.
 struct alignas(16) SquadScores {
@@ -90,7 +103,6 @@ struct alignas(16) SquadScores {
   uint16_t p[16][36];  // weights of the positions, bf16; rows in different banks
 };
 
-MK_HD int most(int a, int b) { return a > b ? a : b; }
 MK_HD int attention_blocks(int tokens) { return ceil_div(tokens * kGroup, 16); }
 // A page is a tile of weights, several of them, or two tiles of the KV cache.
 constexpr int kSlotBytes = most(kExpertPageBytes, 2 * 2 * kTileBytes);
@@ -102,19 +114,19 @@ MK_HD int step_scratch(int tokens) {
                       2 * 2 * kTileBytes + 16;
   const int outputs = kSquads * 16 * (kHeadDim * 4 + 8);
   const int dense = kDenseChunk * kWarps * kPageRows * (tokens > 8 ? 16 : 8) * 4;  // partial sums
-  const int down = kDownCopies * tokens * kTopK * kOwnedRows * 4;
+  const int down = kDownCopies * tokens * kTopK * kDownRows * 4;
   return most(most(most(x, queries), most(outputs, dense)), most(down, (int)sizeof(SamplerScratch)));
 }
 constexpr int kSharedLimit = 227 << 10;
-MK_HD int step_fixed() {  // everything else, rounded up
-  return kStepSlots * (kPageBytes + kSlotBytes) + kWarps * 2 * 16 * 8 * 4 + kMaxTokens * kOwnedRows * 4 +
+MK_HD int step_fixed(int tokens) {  // everything else, rounded up
+  return kStepSlots * (kPageBytes + kSlotBytes) + kWarps * 2 * 16 * 8 * 4 + tokens * kOwnedRows * 4 +
          16 * kWarps * 4 + kMaxTokens * kTopK * 12 + kExperts * 6 + 4096;
 }
 // Most tokens that a step of this model takes: shared memory ends somewhere, and so do the registers that hold the outputs of
 // a squad's row blocks.
 MK_HD int step_tokens() {
   int tokens = kMaxTokens;
-  while (tokens > 1 && (step_fixed() + step_scratch(tokens) > kSharedLimit || attention_blocks(tokens) > 2 * kSquads))
+  while (tokens > 1 && (step_fixed(tokens) + step_scratch(tokens) > kSharedLimit || attention_blocks(tokens) > 2 * kSquads))
     tokens /= 2;
   return tokens;
 }
@@ -126,7 +138,7 @@ struct alignas(128) StepShared {
   uint8_t expert[kStepSlots][kSlotBytes];
   alignas(128) uint8_t scratch[step_scratch(kStepTokens)];
   float pair_part[kPairGroups][2][kPairWarps][16][8];
-  float residual[kMaxTokens][kOwnedRows];
+  float residual[kStepTokens][kOwnedRows];
   float router_dot[16][kWarps];
   float rms[kMaxTokens];  // 1/rms of the phase's input
   // The choice of experts: pair p = token x kTopK + rank.
@@ -172,6 +184,40 @@ __device__ __forceinline__ Step step_at(const StepParams& p, int i) {
   return {first, tokens, p.new_tokens ? i + 1 == chunks : first + tokens > p.given - p.num_logits};
 }
 
+// Layers of a set. Device code cannot index a constant of the host, so words are picked while compiling.
+using LayerWords = std::make_index_sequence<ceil_div(kLayers, 32)>;
+template <const LayerSet& kSet, size_t... kWord>
+__device__ __forceinline__ bool layer_is_in(int layer, std::index_sequence<kWord...>) {
+  uint32_t word = 0;
+  ((layer / 32 == (int)kWord ? word = std::integral_constant<uint32_t, kSet.words[kWord]>::value : 0), ...);
+  return word >> layer % 32 & 1;
+}
+template <const LayerSet& kSet, size_t... kWord>
+__device__ __forceinline__ int layers_before(int layer, std::index_sequence<kWord...>) {
+  int n = 0;
+  ((n += __popc(std::integral_constant<uint32_t, kSet.words[kWord]>::value &
+                (layer >= 32 * (int)kWord + 32 ? ~0u : layer > 32 * (int)kWord ? (1u << (layer - 32 * (int)kWord)) - 1 : 0u))),
+   ...);
+  return n;
+}
+__device__ __forceinline__ bool is_dense(int layer) {
+  if constexpr (kHasDense) return layer_is_in<kDense>(layer, LayerWords());
+  return false;
+}
+__device__ __forceinline__ bool is_rotated(int layer) {
+  if constexpr (kHasUnrotated) return !layer_is_in<kUnrotated>(layer, LayerWords());
+  return true;
+}
+__device__ __forceinline__ int moe_layers_before(int layer) {
+  if constexpr (kHasDense) return layer - layers_before<kDense>(layer, LayerWords());
+  return layer;
+}
+
+__device__ __forceinline__ int first_vector(int layer) {
+  if constexpr (kHasDense) return layer * kNormLayer - layers_before<kDense>(layer, LayerWords()) * kNormMoeOnly;
+  return layer * kNormLayer;
+}
+
 struct StepBlock {
   const StepParams& p;
   StepShared& s;
@@ -193,6 +239,22 @@ struct StepBlock {
     return max(0, min(kOwnedUnits, kUnits - first_unit()));
   }
   __device__ __forceinline__ int owned_row() const { return first_unit() * kUnitRows; }
+  __device__ __forceinline__ int first_down_unit() const { return sm() * kDownOwned; }
+  __device__ __forceinline__ int down_units() const {  // of 16 rows of the experts' outputs
+    return max(0, min(kDownOwned, kDownUnits - first_down_unit()));
+  }
+  // Vectors of this layer, or of the next; behind the last one's lies the final norm.
+  __device__ __forceinline__ const float* vectors() const { return p.norms + first_vector(layer()); }
+  __device__ __forceinline__ const float* next_vectors() const { return p.norms + first_vector(layer() + 1); }
+  // The layer's place among those with experts.
+  __device__ __forceinline__ int moe_layer() const { return moe_layers_before(layer()); }
+  __device__ __forceinline__ uint16_t* narrow() const { return p.hidden + kNarrowAt; }  // [kMaxTokens][kNarrowHidden], as hidden
+  __device__ __forceinline__ uint16_t* mixed() const { return p.hidden + kMixedAt; }    // the same, of experts' outputs
+  // [kMaxTokens][kHidden] what a sub-layer gives, before its norm. An SM reads its own rows only.
+  __device__ __forceinline__ float* branch() const { return p.router_input + kBranchAt; }
+  __device__ __forceinline__ float* branch_squares() const { return p.squares + kBranchSquaresAt; }
+  __device__ __forceinline__ float* narrow_squares() const { return p.squares + kNarrowSquaresAt; }
+  __device__ __forceinline__ float* pair_squares() const { return p.squares + kPairSquaresAt; }  // [kMaxTokens x kTopK][kGrid]
   // Of every expert the pairs that chose it, a bit each; the partial sums of gate/up come later.
   __device__ __forceinline__ uint32_t* masks() const { return (uint32_t*)s.pair_part; }
   template <class T>
@@ -222,22 +284,31 @@ struct StepBlock {
     team_sync<kTeam>();
   }
 
+  // A norm's weight, stored without `offset`.
+  __device__ __forceinline__ float weight_of(const float* norm, float offset) const {
+    const float w = __ldg(norm);
+    if constexpr (kCenteredNorms || kSandwich || kNarrow) return w + offset;
+    return w;
+  }
   // 1/rms of every token's hidden state into s.rms, by one warp a token; a team_sync must follow. Every SM adds the owners'
   // shares in the same order.
-  __device__ __forceinline__ void load_rms() const {
+  __device__ __forceinline__ void load_rms() const { load_rms<0, kOwners, kHidden>(kRmsEps); }
+  // Of other activations: where their squares lie, how many shares these have, and channels.
+  template <size_t kAt, int kShares, int kChannels>
+  __device__ __forceinline__ void load_rms(float eps) const {
     if (warp >= tokens()) return;
     float sum = 0;
-    for (int i = lane(); i < kOwners; i += 32) sum += __ldcg(p.squares + warp * kGrid + i);
+    for (int i = lane(); i < kShares; i += 32) sum += __ldcg(p.squares + kAt + warp * kGrid + i);
     sum = warp_sum(sum);
-    if (lane() == 0) s.rms[warp] = rsqrtf(sum / kHidden + kRmsEps);
+    if (lane() == 0) s.rms[warp] = rsqrtf(sum / kChannels + eps);
   }
   // What a phase that changed the residual leaves for the next: the new residual of this SM's rows is in s.residual.
-  // norm: weights of the norm that comes next. A team_sync must come before.
-  __device__ __forceinline__ void publish_hidden(const float* norm) const {
+  // norm: weights of the norm that comes next, without `offset`. A team_sync must come before.
+  __device__ __forceinline__ void publish_hidden(const float* norm, float offset) const {
     const int rows = units() * kUnitRows;
     for (int i = tid; i < tokens() * rows; i += kTeam) {
       const int token = i / rows, row = i % rows;
-      const float v = s.residual[token][row] * __ldg(norm + owned_row() + row);
+      const float v = s.residual[token][row] * weight_of(norm + owned_row() + row, offset);
       p.hidden[token * kHidden + owned_row() + row] = (uint16_t)pack_bf16x2(v, 0.f);
       p.router_input[token * kHidden + owned_row() + row] = v;
     }

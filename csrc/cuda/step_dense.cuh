@@ -1,7 +1,7 @@
-// bf16 and fp8 products of the step kernel, and the phases that are made of one: embedding, QKV, output projection.
+// bf16 and fp8 products of the step kernel, and the phases around one: embedding, QKV, output projection.
 #pragma once
 #include "mma.cuh"
-#include "step_block.cuh"
+#include "step_residual.cuh"
 
 namespace mk {
 
@@ -124,13 +124,28 @@ __device__ __forceinline__ void each_output(const StepBlock& b, int count, Each&
 __device__ __forceinline__ void step_embed(StepBlock& b, const int32_t* tokens) {
   b.stamp(kPhaseEmbed, 0);
   const int rows = b.units() * kUnitRows;
+  if constexpr (kEmbedNorm) {  // every SM looks at whole rows, once a step
+    if (b.warp < b.tokens()) {
+      const uint4* row = (const uint4*)(b.p.embedding + (int64_t)tokens[b.warp] * kHidden);
+      float sum = 0;
+#pragma unroll 1
+      for (int i = b.lane(); i < kHidden / 8; i += 32) {
+        const uint4 v = __ldg(row + i);
+#pragma unroll
+        for (uint32_t w : {v.x, v.y, v.z, v.w}) sum += bf16_low(w) * bf16_low(w) + bf16_high(w) * bf16_high(w);
+      }
+      sum = warp_sum(sum);
+      if (b.lane() == 0) b.s.rms[b.warp] = rsqrtf(sum / kHidden + kRmsEps);
+    }
+    team_sync<kTeam>();
+  }
   for (int i = b.tid; i < b.tokens() * rows; i += kTeam) {
     const int token = i / rows, row = i % rows;
-    b.s.residual[token][row] =
-        bf16_low(__ldg(b.p.embedding + (int64_t)tokens[token] * kHidden + b.owned_row() + row));
+    const float v = bf16_low(__ldg(b.p.embedding + (int64_t)tokens[token] * kHidden + b.owned_row() + row));
+    b.s.residual[token][row] = kEmbedNorm ? v * b.s.rms[token] : v;
   }
   team_sync<kTeam>();
-  b.publish_hidden(b.p.norms + kNormInput);
+  b.publish_hidden(b.p.norms + kNormInput, kNormOffset);
   b.stamp(kPhaseEmbed, 3);
   b.meet();
 }
@@ -146,7 +161,11 @@ __device__ __forceinline__ void step_qkv(StepBlock& b, StepRing& ring) {
       const int out = 8 * (u0 + first) + row;
       float y = output_sum<kTiles>(b, row, token) * b.s.rms[token];
       if constexpr (kAttentionFp8) y *= __ldg(b.p.dense_scales + b.layer() * kDenseScaleLayer + out);
-      if constexpr (kQkvBias) y += __ldg(b.p.norms + b.layer() * kNormLayer + kBiasQkv + out);
+      if constexpr (kQkvBias && kAttentionGate) {
+        if (out < kGateAt) y += __ldg(b.vectors() + kBiasQkv + out);
+      } else if constexpr (kQkvBias) {
+        y += __ldg(b.vectors() + kBiasQkv + out);
+      }
       b.p.qkv[token * kQkvRows + out] = y;
     });
   });
@@ -164,13 +183,14 @@ __device__ __forceinline__ void step_out(StepBlock& b, StepRing& ring) {
       const int own = 8 * first + row, out = b.owned_row() + own;
       float y = output_sum<kTiles>(b, row, token);
       if constexpr (kAttentionFp8) y *= __ldg(b.p.dense_scales + b.layer() * kDenseScaleLayer + kQkvRows + out);
-      if constexpr (kOutBias) y += __ldg(b.p.norms + b.layer() * kNormLayer + kBiasOut + out);
-      b.s.residual[token][own] += y;
+      if constexpr (kOutBias) y += __ldg(b.vectors() + kBiasOut + out);
+      add_to_residual(b, token, own, y);
     });
   });
   team_sync<kTeam>();
-  b.publish_hidden(b.p.norms + b.layer() * kNormLayer + kNormPost);
-  b.stamp(kPhaseOut, 3);
+  if constexpr (kSandwich) meet_residual<false>(b, kPhaseOut);
+  b.publish_hidden(b.vectors() + kNormPost, kNormOffset);
+  b.stamp(kSandwich ? kPhaseAttentionResidual : kPhaseOut, 3);
   b.meet();
 }
 

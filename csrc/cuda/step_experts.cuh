@@ -1,16 +1,17 @@
 // The expert phases of the step kernel: router, choice, gate/up + SwiGLU, down + weighted sum + residual.
 #pragma once
 #include "mma.cuh"
-#include "step_producer.cuh"
+#include "step_mlp.cuh"
 
 namespace mk {
 
-// The input of gate/up into shared memory; it is there after copies_done() and a team_sync.
+// The input of gate/up, which lies at kAt behind p.hidden, into shared memory; it is there after copies_done() and a team_sync.
+template <size_t kAt>
 __device__ __forceinline__ void copy_input(const StepBlock& b) {
   uint16_t* x = b.scratch<uint16_t>();
-  for (int i = b.tid; i < b.tokens() * (kHidden / 8); i += kTeam) {
-    const int token = i / (kHidden / 8), column = i % (kHidden / 8) * 8;
-    copy_16(x + token * kXStride + column, b.p.hidden + token * kHidden + column);
+  for (int i = b.tid; i < b.tokens() * (kExpertHidden / 8); i += kTeam) {
+    const int token = i / (kExpertHidden / 8), column = i % (kExpertHidden / 8) * 8;
+    copy_16(x + token * kXStride + column, b.p.hidden + kAt + token * kExpertHidden + column);
   }
 }
 
@@ -18,8 +19,10 @@ __device__ __forceinline__ void copy_input(const StepBlock& b) {
 // many items as experts. Warp w multiplies one sixteenth of the columns; the sixteen sums are added in order.
 __device__ __forceinline__ void step_router(StepBlock& b) {
   b.stamp(kPhaseRouter, 0);
-  copy_input(b);
-  b.load_rms();
+  if constexpr (!kNarrow) {  // else step_choose() does
+    copy_input<0>(b);
+    b.load_rms();
+  }
   for (int i = b.tid; i < kExperts * kPairWords; i += kTeam) b.masks()[i] = 0;
   constexpr int kSpan = ceil_div(kHidden / 4, kWarps) * 4;  // columns of a warp
   const int begin = b.warp * kSpan, end = min(kHidden, begin + kSpan);
@@ -38,7 +41,7 @@ __device__ __forceinline__ void step_router(StepBlock& b) {
 #pragma unroll
       for (int e = 0; e < 4; e++)
         if (e < experts) {
-          const int64_t at = ((int64_t)b.layer() * kExperts + e0 + e) * kHidden + column;
+          const int64_t at = ((int64_t)b.moe_layer() * kExperts + e0 + e) * kHidden + column;
           float4 w;
           if constexpr (kRouterF32) {
             w = __ldg((const float4*)((const float*)b.p.routers + at));
@@ -160,9 +163,14 @@ __device__ __forceinline__ void list_active(const StepBlock& b) {
 
 __device__ __forceinline__ void step_choose(StepBlock& b) {
   b.stamp(kPhaseChoose, 0);
+  if constexpr (kNarrow) {
+    copy_input<kNarrowAt>(b);
+    b.load_rms<kNarrowSquaresAt, kGrid, kExpertHidden>(kRmsEps);
+  }
   if (b.warp < b.tokens()) choose_for_token(b);
   team_sync<kTeam>();
   list_active(b);
+  if constexpr (kNarrow) copies_done();
   barrier_sync<2, kChosenThreads>();
   b.stamp(kPhaseChoose, 3);
 }
@@ -173,7 +181,7 @@ struct ChunkInput {
 };
 // Most chunks of a warp in a gate/up page, and those it holds in registers at a time: the page's slot is free again as soon as
 // the last of them are.
-constexpr int kPairCount = ceil_div(tile_page_chunks(kHidden, 0), kPairWarps), kPairHeld = kPairCount < 2 ? kPairCount : 2;
+constexpr int kPairCount = ceil_div(tile_page_chunks(kExpertHidden, 0), kPairWarps), kPairHeld = kPairCount < 2 ? kPairCount : 2;
 __device__ __forceinline__ void step_pair(StepBlock& b, StepRing& ring) {
   b.stamp(kPhasePair, 0);
   const int group = b.warp / kPairWarps, part = b.warp % kPairWarps;
@@ -187,7 +195,7 @@ __device__ __forceinline__ void step_pair(StepBlock& b, StepRing& ring) {
     const int g = b.lane() >> 2, t = b.lane() & 3;
     const int index = (u0 + j) / kPairUnits, unit = (u0 + j) % kPairUnits;
     const int first = b.s.list_start[index], pairs = b.s.list_start[index + 1] - first;
-    const float4 scale = __ldg(b.p.expert_scales + b.layer() * kExperts + b.s.active[index]);
+    const float4 scale = __ldg(b.p.expert_scales + b.moe_layer() * kExperts + b.s.active[index]);
 #pragma unroll 1
     for (int pass = 0; pass < pairs; pass += 8) {  // eight tokens of this expert at a time
       const bool valid = pass + g < pairs;
@@ -196,8 +204,8 @@ __device__ __forceinline__ void step_pair(StepBlock& b, StepRing& ring) {
       float acc[2][4] = {};
       StepRing at = mine;
 #pragma unroll 1
-      for (int page = 0; page < tile_pages(kHidden); page++) {
-        const int chunks = tile_page_chunks(kHidden, page), c1 = chunks * (part + 1) / kPairWarps;
+      for (int page = 0; page < tile_pages(kExpertHidden); page++) {
+        const int chunks = tile_page_chunks(kExpertHidden, page), c1 = chunks * (part + 1) / kPairWarps;
         at.wait_full();
         const uint4* codes = (const uint4*)b.s.expert[at.slot()] + b.lane();
         const uint16_t* scales = (const uint16_t*)(b.s.expert[at.slot()] + chunks * 512) + b.lane();
@@ -242,10 +250,58 @@ __device__ __forceinline__ void step_pair(StepBlock& b, StepRing& ring) {
       }
       buffer ^= 1;
     }
-    mine.n += kPairGroups * tile_pages(kHidden);
+    mine.n += kPairGroups * tile_pages(kExpertHidden);
   }
-  ring.n += units * tile_pages(kHidden);
+  ring.n += units * tile_pages(kExpertHidden);
   b.stamp(kPhasePair, 3);
+  b.meet();
+}
+
+// Narrow experts: their outputs are normed over all their rows, which the grid has to meet for, and then summed with their
+// weights. In scratch lie products [copy][pair][this SM's row].
+__device__ __forceinline__ void end_narrow_down(StepBlock& b) {
+  float* products = b.scratch<float>();
+  const int rows = b.down_units() * kUnitRows, pairs = b.tokens() * kTopK;
+#pragma unroll 1
+  for (int i = b.tid; i < pairs * rows; i += kTeam) {
+    float* at = products + i / rows * kDownRows + i % rows;
+    float v = 0;
+    for (int copy = 0; copy < kDownCopies; copy++) v += at[copy * pairs * kDownRows];
+    *at = v * b.weight_of(b.vectors() + kNormExpert + b.first_down_unit() * kUnitRows + i % rows, 1.f);
+  }
+  team_sync<kTeam>();
+  if (rows)
+#pragma unroll 1
+    for (int pair = b.warp; pair < pairs; pair += kWarps) {
+      float sum = 0;
+#pragma unroll 1
+      for (int row = b.lane(); row < rows; row += 32) sum += products[pair * kDownRows + row] * products[pair * kDownRows + row];
+      sum = warp_sum(sum);
+      if (b.lane() == 0) b.pair_squares()[pair * kGrid + b.sm()] = sum;
+    }
+  b.stamp(kPhaseDown, 3);
+  b.meet();
+}
+__device__ __forceinline__ void step_mix(StepBlock& b) {
+  b.stamp(kPhaseMix, 0);
+#pragma unroll 1
+  for (int pair = b.warp; pair < b.tokens() * kTopK; pair += kWarps) {
+    float sum = 0;
+    for (int i = b.lane(); i < kDownOwners; i += 32) sum += __ldcg(b.pair_squares() + pair * kGrid + i);
+    sum = warp_sum(sum);
+    if (b.lane() == 0) b.s.pair_weight[pair] *= rsqrtf(sum / kExpertHidden + kExpertNormEps);
+  }
+  team_sync<kTeam>();
+  const int rows = b.down_units() * kUnitRows;
+#pragma unroll 1
+  for (int i = b.tid; i < b.tokens() * rows; i += kTeam) {
+    const int token = i / rows, row = i % rows;
+    float sum = 0;
+    for (int k = 0; k < kTopK; k++)
+      sum += b.s.pair_weight[token * kTopK + k] * b.scratch<float>()[(token * kTopK + k) * kDownRows + row];
+    b.mixed()[token * kNarrowHidden + b.first_down_unit() * kUnitRows + row] = (uint16_t)pack_bf16x2(sum, 0.f);
+  }
+  b.stamp(kPhaseMix, 3);
   b.meet();
 }
 
@@ -258,7 +314,7 @@ constexpr int kDownHeld = kDownCount <= 6 ? kDownCount : kDownAhead;  // inputs 
 __device__ __forceinline__ void step_down(StepBlock& b, StepRing& ring) {
   b.stamp(kPhaseDown, 0);
   const int group = b.warp / 4, tile = b.warp % 4 / kDownSplit, part = b.warp % 4 % kDownSplit;
-  const int per_unit = ceil_div(b.s.active_count, kDownPack) * kDownPages, total = per_unit * b.units();
+  const int per_unit = ceil_div(b.s.active_count, kDownPack) * kDownPages, total = per_unit * b.down_units();
   const uint32_t start = ring.n;
   float* products = b.scratch<float>();  // [copy][pair][owned row]
   ChunkInput x[kDownHeld];
@@ -292,7 +348,7 @@ __device__ __forceinline__ void step_down(StepBlock& b, StepRing& ring) {
               c1 = chunks * (part + 1) / kDownSplit;
     const int first = index < 0 ? 0 : b.s.list_start[index], pairs = index < 0 ? 0 : b.s.list_start[index + 1] - first;
     const float scale =
-        index < 0 ? 0.f : __ldg(&b.p.expert_scales[b.layer() * kExperts + b.s.active[index]].z) * kNvfp4Scale;
+        index < 0 ? 0.f : __ldg(&b.p.expert_scales[b.moe_layer() * kExperts + b.s.active[index]].z) * kNvfp4Scale;
     load(n, 0, kDownAhead, kDownHeld);
     ring.n = start + n;
     ring.wait_full();
@@ -320,8 +376,8 @@ __device__ __forceinline__ void step_down(StepBlock& b, StepRing& ring) {
         const int column = pass + 2 * t + k;
         if (column < pairs) {
           const int pair = b.s.list[first + column];
-          const float weight = b.s.pair_weight[pair] * scale;
-          float* out = products + ((page * kDownSplit + part) * b.tokens() * kTopK + pair) * kOwnedRows +
+          const float weight = kNarrow ? scale : b.s.pair_weight[pair] * scale;
+          float* out = products + ((page * kDownSplit + part) * b.tokens() * kTopK + pair) * kDownRows +
                        n / per_unit * kUnitRows + g;
           out[0] = (acc[0][k] + acc[1][k]) * weight;
           out[8] = (acc[0][k + 2] + acc[1][k + 2]) * weight;
@@ -334,6 +390,10 @@ __device__ __forceinline__ void step_down(StepBlock& b, StepRing& ring) {
   ring.n = start + total;
   b.stamp(kPhaseDown, 2);
   team_sync<kTeam>();
+  if constexpr (kNarrow) {
+    end_narrow_down(b);
+    return;
+  }
   const int rows = b.units() * kUnitRows;
   for (int i = b.tid; i < b.tokens() * rows; i += kTeam) {
     const int token = i / rows, row = i % rows;
@@ -341,15 +401,24 @@ __device__ __forceinline__ void step_down(StepBlock& b, StepRing& ring) {
     for (int k = 0; k < kTopK; k++) {
       float product = 0;
       for (int copy = 0; copy < kDownCopies; copy++)
-        product += products[(copy * b.tokens() * kTopK + token * kTopK + k) * kOwnedRows + row];
+        product += products[(copy * b.tokens() * kTopK + token * kTopK + k) * kDownRows + row];
       sum += product;
+    }
+    if constexpr (kSandwich) {
+      add_to_residual(b, token, row, sum);
+      continue;
     }
     const float v = b.s.residual[token][row] + sum;
     b.s.residual[token][row] = v;
     if (b.p.taps) b.p.taps[((int64_t)b.layer() * kMaxTokens + b.s.first + token) * kHidden + b.owned_row() + row] = v;
   }
+  if constexpr (kSandwich) {
+    finish_layer(b, kPhaseDown);
+    return;
+  }
   team_sync<kTeam>();
-  b.publish_hidden(b.p.norms + (b.layer() + 1) * kNormLayer + kNormInput);  // behind the last layer's lies the final norm
+  // behind the last layer's lies the final norm
+  b.publish_hidden(b.next_vectors() + kNormInput, b.layer() + 1 < kLayers ? kNormOffset : 0.f);
   b.stamp(kPhaseDown, 3);
   b.meet(1);
 }

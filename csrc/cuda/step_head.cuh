@@ -4,6 +4,8 @@
 
 namespace mk {
 
+constexpr float kSoftcap = kLogitSoftcap != 0.f ? kLogitSoftcap : 1.f;
+
 // Logits of every token of the step into p.logits, and of every token this SM's best.
 template <int kTiles>
 __device__ __forceinline__ void step_head(StepBlock& b, StepRing& ring) {
@@ -19,6 +21,8 @@ __device__ __forceinline__ void step_head(StepBlock& b, StepRing& ring) {
       if (out >= kVocab) return;
       float y = output_sum<kTiles>(b, row, token) * b.s.rms[token];
       if constexpr (kHeadFp8) y *= __ldg(b.p.head_scales + out);
+      if constexpr (kLogitScale != 1.f) y *= kLogitScale;
+      if constexpr (kLogitSoftcap != 0.f) y = kSoftcap * tanhf(y / kSoftcap);
       b.p.logits[(int64_t)(b.s.first + token) * kHeadRows + out] = y;
       keep_best(best, best_row, y, out);
     });

@@ -27,10 +27,21 @@ __device__ __forceinline__ void run_step(const StepParams& p, StepShared& s, uin
     step_attention(b, expert);
     step_combine(b);
     step_out<kTiles>(b, dense);
+    if constexpr (kHasDense)
+      if (is_dense(b.layer())) {
+        step_mlp_pair<kTiles>(b, dense);
+        step_mlp_down<kTiles>(b, dense);
+        continue;
+      }
+    if constexpr (kNarrow) step_pre_proj<kTiles>(b, dense);
     step_router(b);
     step_choose(b);
     step_pair(b, expert);
     step_down(b, expert);
+    if constexpr (kNarrow) {
+      step_mix(b);
+      step_post_proj<kTiles>(b, dense);
+    }
   } while (s.layer < kLayers);
   if (step_at(p, s.step).head) step_head<kTiles>(b, dense);
   if (b.tid == 0) s.dense_pages = dense.n, s.expert_pages = expert.n;

@@ -48,6 +48,17 @@ __device__ __forceinline__ bool dense_pages(Stream<kStepSlots>& out, const uint8
           if (!out.page(w + u * unit_bytes(kK, kFp8) + (int64_t)h * kPageBytes, page_bytes(kK, kFp8, h))) return false;
   return true;
 }
+// A layer's matrices of its MLP, of the model's width or of dense layers, and their row scales. They lie behind each other,
+// whatever kind a layer is of.
+__device__ __forceinline__ const uint8_t* mlp_weights(const StepParams& p, int layer) {
+  const int moe = moe_layers_before(layer);
+  return p.dense + (int64_t)(model::mlp_at - model::dense_at) + moe * kMoeMlpBytes + (layer - moe) * kDenseMlpBytes;
+}
+__device__ __forceinline__ const float* mlp_scales(const StepParams& p, int layer) {
+  const int moe = moe_layers_before(layer);
+  return (const float*)(p.dense + (int64_t)(model::mlp_scales_at - model::dense_at)) + moe * kMoeMlpScales +
+         (layer - moe) * kDenseMlpScales;
+}
 // Brings what the ring cannot hold of a matrix into L2.
 template <bool kFp8, int kK>
 __device__ __forceinline__ void prefetch_pages(const uint8_t* w, int units, int skip) {
@@ -55,6 +66,27 @@ __device__ __forceinline__ void prefetch_pages(const uint8_t* w, int units, int 
 #pragma unroll 1
   for (int64_t at = (int64_t)skip * kPageBytes; at < bytes; at += kPageBytes)
     bulk_prefetch(w + at, (uint32_t)min((int64_t)kPageBytes, bytes - at));
+}
+
+// Those of a layer's MLP: step_mlp.cuh.
+template <int kTiles>
+__device__ __forceinline__ bool mlp_pages(Stream<kStepSlots>& out, const StepBlock& b, const uint8_t* w, bool dense) {
+  constexpr int kPerUnit = kUnitRows / kPageRows;
+  const int owned = b.first_unit() * kPerUnit, units = b.units() * kPerUnit;
+  if constexpr (kHasDense)
+    if (dense) {
+      const int pair0 = 2 * first_item(kMlpPairs, b.sm()), pairs = 2 * first_item(kMlpPairs, b.sm() + 1) - pair0;
+      return dense_pages<kDenseFp8, kHidden, kTiles>(out, w + pair0 * unit_bytes(kHidden, kDenseFp8), pairs) &&
+             dense_pages<kDenseFp8, kDenseIntermediate, kTiles>(
+                 out, w + kMlpPairBytes + owned * unit_bytes(kDenseIntermediate, kDenseFp8), units);
+    }
+  if constexpr (kNarrow) {
+    const int pre0 = first_item(kPreUnits, b.sm()), pre = first_item(kPreUnits, b.sm() + 1) - pre0;
+    return dense_pages<kDenseFp8, kHidden, kTiles>(out, w + pre0 * unit_bytes(kHidden, kDenseFp8), pre) &&
+           dense_pages<kDenseFp8, kNarrowHidden, kTiles>(out, w + kPreBytes + owned * unit_bytes(kNarrowHidden, kDenseFp8),
+                                                         units);
+  }
+  return true;
 }
 
 // One thread, which also watches the time.
@@ -89,6 +121,11 @@ __device__ __forceinline__ void step_produce_dense(const StepBlock& b) {
                 b.units() * kPerUnit))
           return;
         stamp_stream(p, i, layer, kStreamOut, 1);
+        if constexpr (kNarrow || kHasDense) {
+          stamp_stream(p, i, layer, kStreamMlp, 0);
+          if (!mlp_pages<kTiles>(out, b, mlp_weights(p, layer), is_dense(layer))) return;
+          stamp_stream(p, i, layer, kStreamMlp, 1);
+        }
       }
       if (!step_at(p, i).head) continue;
       out.flight = p.head_flight;
@@ -180,8 +217,8 @@ struct ExpertStream {
 #pragma unroll 1
     for (int u = u0; u < u1; u++) {
 #pragma unroll 1
-      for (int page = 0; page < tile_pages(kHidden); page++) {
-        const uint32_t bytes = tile_page_chunks(kHidden, page) * kChunkBytes;
+      for (int page = 0; page < tile_pages(kExpertHidden); page++) {
+        const uint32_t bytes = tile_page_chunks(kExpertHidden, page) * kChunkBytes;
         if (next(bytes))
           copy(0, w + b.s.active[index] * kExpertBytes + (uint32_t)(unit * kPairTileBytes + page * kPageChunks * kChunkBytes),
                bytes);
@@ -192,8 +229,8 @@ struct ExpertStream {
   // Down tiles of them.
   __device__ __forceinline__ void down(const uint8_t* w, int active) {
 #pragma unroll 1
-    for (int unit = 0; unit < b.units(); unit++) {
-      const uint8_t* tile = w + kPairBytes + (int64_t)(b.first_unit() + unit) * kDownTileBytes;
+    for (int unit = 0; unit < b.down_units(); unit++) {
+      const uint8_t* tile = w + kPairBytes + (int64_t)(b.first_down_unit() + unit) * kDownTileBytes;
 #pragma unroll 1
       for (int i = 0; i < active; i += kDownPack)
 #pragma unroll 1
@@ -228,8 +265,8 @@ __device__ __forceinline__ void step_produce_experts(const StepBlock& b, int tur
         return;
       }
       if (b.lane() == 0) {
-        const uint8_t* w = p.experts + (int64_t)layer * kExperts * kExpertBytes;
-        const int active = b.s.active_count;
+        const uint8_t* w = p.experts + (int64_t)moe_layers_before(layer) * kExperts * kExpertBytes;
+        const int active = is_dense(layer) ? 0 : b.s.active_count;
         if (turn == 0) stamp_stream(p, i, layer, kStreamExperts, 0);
         stream.pair(w, active);
         stream.down(w, active);
@@ -238,7 +275,8 @@ __device__ __forceinline__ void step_produce_experts(const StepBlock& b, int tur
           // Memory is idle while this layer ends and the next begins: router rows, and the QKV pages that the ring cannot
           // hold.
           const int next = (layer + 1) % kLayers, qkv0 = first_item(kQkvUnits, b.sm());
-          bulk_prefetch(p.routers + next * kRouterBytes + b.sm() * kRouterShare, kRouterShare);
+          if (!is_dense(next))
+            bulk_prefetch(p.routers + moe_layers_before(next) * kRouterBytes + b.sm() * kRouterShare, kRouterShare);
           prefetch_pages<kAttentionFp8, kHidden>(p.dense + next * kDenseLayerBytes + qkv0 * unit_bytes(kHidden, kAttentionFp8),
                                                  first_item(kQkvUnits, b.sm() + 1) - qkv0, kStepSlots);
         }

@@ -19,11 +19,23 @@ enum Phase {
   kPhaseDown,
   kPhaseHead,
   kPhaseToken,
-  kPhases
+  // Of the models that have them.
+  kPhaseAttentionResidual,
+  kPhasePreProj,
+  kPhaseMix,
+  kPhasePostProj,
+  kPhaseMlpPair,
+  kPhaseMlpDown,
+  kPhaseMlpResidual,
+  kPhasesOfAll
 };
+// Of a model that has any of them, all are kept.
+constexpr bool kMoreTraced = kSandwich || kNarrow || kHasDense;
+constexpr int kPhases = kMoreTraced ? kPhasesOfAll : kPhaseToken + 1;
 
-// What the producers stream: the first three by the dense one.
-enum WeightStream { kStreamQkv, kStreamOut, kStreamHead, kStreamCache, kStreamExperts, kStreams };
+// What the producers stream: all but the cache and the experts by the dense one.
+enum WeightStream { kStreamQkv, kStreamOut, kStreamHead, kStreamCache, kStreamExperts, kStreamMlp };
+constexpr int kStreams = kMoreTraced ? kStreamMlp + 1 : kStreamMlp;
 
 #ifdef MK_TRACE
 constexpr bool kTraced = true;

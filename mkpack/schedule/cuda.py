@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from mkpack.layout_cuda import OWNED_ROWS, PAGE_ROWS, CudaLayout
+from mkpack.layout_cuda import OWNED_ROWS, PAGE_ROWS, CudaLayout, matrix_bytes
 from mkpack.schedule.ir import Buffer, Feed, Items, Load, Machine, Phase, Schedule
 from mkpack.schedule.shape import Shape, pages, tile_pages
 
@@ -105,23 +105,46 @@ class Kernel:
         unit = self.layout.head_bytes // s.head_units
         return Feed("dense", "head", 0, unit, pages(unit), s.spread(s.head_units))
 
+    def mlp_feeds(self, i: int) -> tuple[Feed, Feed]:
+        """The matrices of a layer's MLP that are no experts': the projections around narrow ones, or dense gate and up,
+        whose row units take turns and come in pairs, and down."""
+        s, fmt = self.shape, self.layout.precision["dense"]
+        at, per_unit = self.layout.mlp_at(i)[0], OWNED_ROWS // PAGE_ROWS
+        first = matrix_bytes(fmt, PAGE_ROWS, s.hidden)
+        if self.spec.layers[i].moe:
+            count, bounds, cols = s.narrow // PAGE_ROWS, s.spread(s.narrow // PAGE_ROWS), s.narrow
+        else:
+            count, cols = 2 * s.dense_inner // PAGE_ROWS, s.dense_inner
+            bounds = tuple(2 * pair for pair in s.spread(s.dense_inner // PAGE_ROWS))
+        second = matrix_bytes(fmt, PAGE_ROWS, cols)
+        return (
+            Feed("dense", "mlp", at, first, pages(first), bounds),
+            Feed("dense", "mlp", at + count * first, second, pages(second), s.owned(per_unit)),
+        )
+
+    def mlp_scales(self, i: int, first: int, rows: int) -> Load:
+        """Scales of rows of these matrices; of no bytes where there are none."""
+        fp8 = self.layout.precision["dense"] == "fp8"
+        return Load("mlp_scales", 4 * (self.layout.mlp_at(i)[1] + first), 4 * rows if fp8 else 0)
+
     def gate_up(self, i: int, **how: Any) -> Feed:
         s, layout = self.shape, self.layout
-        feed = Feed("expert", "experts", i * s.experts * layout.expert_bytes, s.pair_tile, tile_pages(s.hidden), ())
+        at = layout.moe_layers(i) * s.experts * layout.expert_bytes
+        feed = Feed("expert", "experts", at, s.pair_tile, tile_pages(s.expert_hidden), ())
         return replace(
             feed, bounds=s.spread(s.pair_units), experts=s.experts, stride=layout.expert_bytes, spread=True, **how
         )
 
     def down(self, i: int, pack: int) -> Feed:
         s, layout = self.shape, self.layout
-        at = i * s.experts * layout.expert_bytes + layout.pair_bytes
-        feed = Feed("expert", "experts", at, s.down_tile, tile_pages(s.inner), s.owned())
+        at = layout.moe_layers(i) * s.experts * layout.expert_bytes + layout.pair_bytes
+        feed = Feed("expert", "experts", at, s.down_tile, tile_pages(s.inner), s.down_owned_units())
         return replace(feed, experts=s.experts, stride=layout.expert_bytes, pack=pack)
 
     def vectors(self, i: int, *names: str) -> tuple[Load, ...]:
         """Vectors of a layer's part of the norms. Behind the last layer's lies the final norm, as its attn_norm."""
-        places, layer = self.layout.vectors, self.layout.norm_layer
-        return tuple(Load("norms", 4 * (i * layer + places[n][0]), 4 * places[n][1]) for n in names)
+        places, layer = self.layout.vectors, self.layout.vectors_at(i)
+        return tuple(Load("norms", 4 * (layer + places[n][0]), 4 * places[n][1]) for n in names)
 
     def row_scales(self, i: int, first: int, rows: int) -> Load:
         """Scales of rows of fp8 matrices of a layer; of no bytes where there are none."""
@@ -132,9 +155,9 @@ class Kernel:
         return Load(section, 0, self.sections[section].nbytes if section in self.sections else 0)
 
     def of_layer(self, section: str, i: int, routed: bool = False) -> Load:
-        """A layer's share of a section that all layers share evenly."""
-        nbytes = self.sections[section].nbytes // len(self.spec.layers)
-        return Load(section, i * nbytes, nbytes, routed)
+        """A layer's share of a section that all layers with experts share evenly."""
+        nbytes = self.sections[section].nbytes // self.layout.moe_layers()
+        return Load(section, self.layout.moe_layers(i) * nbytes, nbytes, routed)
 
     def cache(self) -> int:
         """Elements of a layer's keys and values."""

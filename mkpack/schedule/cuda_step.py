@@ -3,10 +3,12 @@ choice of experts, which every SM makes for itself."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from mkpack.layout import ceil_div
 from mkpack.layout_cuda import OWNED_ROWS, PAGE_ROWS
 from mkpack.schedule.cuda import Kernel
-from mkpack.schedule.ir import Buffer, Feed, Items, Machine, Phase, Use, Wait
+from mkpack.schedule.ir import Buffer, Feed, Items, Load, Machine, Phase, Use, Wait
 from mkpack.schedule.shape import KV_TILE, MAX_TOKENS, Shape
 
 
@@ -18,7 +20,7 @@ class Step(Kernel):
         s = shape
         self.tokens = s.step_tokens
         self.units, self.rows = s.kv_heads * s.max_splits, ceil_div(MAX_TOKENS * s.group, 16) * 16
-        self.owned_rows = s.owned_units * OWNED_ROWS
+        self.owned_rows, self.down_rows = s.owned_units * OWNED_ROWS, s.down_owned * OWNED_ROWS
 
     def machine(self) -> Machine:
         return self.shape.step_machine()
@@ -38,13 +40,20 @@ class Step(Kernel):
             Buffer("partial_sums", "of a KV split: maxima and sums", self.units * self.rows * 2, "layer"),
             Buffer("attention", "attention of every head", most * s.q_rows, "layer", "bfloat16"),
             Buffer("router_logits", "router logits", most * s.experts, "layer"),
-            Buffer("swiglu", "silu(gate) * up", pairs * s.inner, "layer", "bfloat16"),
+            Buffer("swiglu", "silu(gate) * up", most * max(s.top_k * s.inner, s.dense_inner), "layer", "bfloat16"),
+            Buffer("branch", "what a sub-layer gives, before its norm", most * s.hidden, "layer"),
+            Buffer("branch_squares", "shares of its sum of squares", most * s.grid, "layer"),
+            Buffer("narrow", "input of narrow experts x weights of its norm", most * s.narrow, "layer", "bfloat16"),
+            Buffer("narrow_squares", "shares of its sum of squares", most * s.grid, "layer"),
+            Buffer("products", "rows of experts' outputs", pairs * self.down_rows, "layer", scope="private"),
+            Buffer("pair_squares", "shares of their sums of squares", pairs * s.grid, "layer"),
+            Buffer("mixed", "weighted sum of experts' outputs", most * s.narrow, "layer", "bfloat16"),
             Buffer("logits", "logits", most * spec.vocab_size, "step"),
             Buffer("best", "every SM's highest logit, and its row", most * s.grid * 2, "step"),
             Buffer("shared_token", "the token drawn, and what the host says", 2, "step", "int32"),
             Buffer("residual", "hidden rows of this SM", most * self.owned_rows, "step", scope="private"),
             Buffer("rms", "1/rms of the phase's input", most, "layer", scope="private"),
-            Buffer("input", "input of gate_up", self.tokens * (s.hidden + 8), "layer", "bfloat16", "private"),
+            Buffer("input", "input of gate_up", self.tokens * (s.expert_hidden + 8), "layer", "bfloat16", "private"),
             # Of every pair expert, weight and place in the list; of every expert its number and its first pair.
             Buffer("choice", "chosen experts, their tokens", 3 * pairs + 2 * s.experts + 1, "layer", scope="private"),
             Buffer("token", "to run next", 1, "model", "int32", "private"),
@@ -52,20 +61,22 @@ class Step(Kernel):
 
     def phases(self) -> list[Phase]:
         s, spec, tokens = self.shape, self.spec, self.tokens
-        last = f"layers.{len(spec.layers) - 1}.down"
+        last = f"layers.{len(spec.layers) - 1}.{self.last_phase(len(spec.layers) - 1)}"
+        normed = (Use("rms", tokens),) if spec.embed_norm else ()
         embed = self.phase(
             "embed",
             None,
             Items(s.owners, "hidden rows of an SM"),
             *self.vectors(0, "attn_norm"),
             gathers=("embedding",),
-            reads=(Use("given", tokens), Use("token", 1)),
-            writes=(Use("residual", tokens * self.owned_rows), *self.hidden()),
+            reads=(Use("given", tokens), Use("token", 1), *normed),
+            writes=(Use("residual", tokens * self.owned_rows), *normed, *self.hidden()),
             waits=(Wait(last, earlier_step=True),),
         )
         result = [embed]
         for i in range(len(spec.layers)):
-            result += [*self.attention(i, result[-1].key), *self.mlp(i)]
+            result += self.attention(i, result[-1].key)
+            result += self.mlp(i, result[-1].key) if spec.layers[i].moe else self.dense(i, result[-1].key)
         logits, best = Use("logits", tokens * spec.vocab_size), Use("best", tokens * s.grid * 2)
         shared, rms = Use("shared_token", 2), Use("rms", tokens)
         result += [
@@ -107,11 +118,44 @@ class Step(Kernel):
         rows = tokens * s.hidden
         return Use("hidden", rows), Use("router_input", rows), Use("squares", tokens * s.grid)
 
+    def last_phase(self, i: int) -> str:
+        """Name of a layer's last phase."""
+        if self.spec.sandwich:
+            return "mlp_residual"
+        return "dense_down" if not self.spec.layers[i].moe else "post_proj" if self.shape.narrow else "down"
+
+    def ends(self, name: str, i: int, items: Items, *reads: Feed | Load, next_norm: Load, **fields: Any) -> list[Phase]:
+        """The phase that ends a sub-layer: what it gives goes into the residual, or is normed by a phase of its own
+        before. next_norm: weights of the norm behind it."""
+        residual = Use("residual", self.tokens * self.owned_rows)
+        if not self.spec.sandwich:
+            return [self.phase(name, i, items, *reads, next_norm, writes=self.hidden(), updates=(residual,), **fields)]
+        branch, squares = (
+            Use("branch", self.tokens * self.shape.hidden),
+            Use("branch_squares", self.tokens * self.shape.grid),
+        )
+        part, rms = "attention" if name == "output" else "mlp", Use("rms", self.tokens)
+        norm = self.vectors(i, "mlp_out_norm") if part == "mlp" else ()
+        return [
+            self.phase(name, i, items, *reads, *norm, writes=(branch, squares), **fields),
+            self.phase(
+                f"{part}_residual",
+                i,
+                Items(self.shape.owners, "hidden rows of an SM"),
+                *self.vectors(i, "mlp_residual_gate" if part == "mlp" else "attn_residual_gate"),
+                next_norm,
+                reads=(branch, squares, rms),
+                writes=(rms, *self.hidden()),
+                updates=(residual,),
+                waits=(Wait(f"layers.{i}.{name}"),),
+            ),
+        ]
+
     def attention(self, i: int, before: str) -> list[Phase]:
         s, p, tokens = self.shape, f"layers.{i}.", self.tokens
         qkv, rms = Use("qkv", tokens * self.layout.qkv_rows), Use("rms", tokens)
         partial = (Use("partial", self.units * self.rows * s.head_dim), Use("partial_sums", self.units * self.rows * 2))
-        attention, residual = Use("attention", tokens * s.q_rows), Use("residual", tokens * self.owned_rows)
+        attention = Use("attention", tokens * s.q_rows)
         hidden, _, squares = self.hidden()
         return [
             self.phase(
@@ -140,20 +184,19 @@ class Step(Kernel):
                 "combine",
                 i,
                 Items(self.spec.num_attention_heads, "query head", "token"),
-                reads=partial,
+                reads=(*partial, qkv) if self.spec.attention_gate else partial,
                 writes=(attention,),
                 waits=(Wait(p + "attention"),),
             ),
-            self.phase(
+            *self.ends(
                 "output",
                 i,
                 Items(s.owners, "hidden rows of an SM"),
                 self.output(i),
-                *self.vectors(i, "o_bias", "mlp_norm"),
+                *self.vectors(i, "o_bias"),
                 self.row_scales(i, self.layout.qkv_rows, s.hidden),
+                next_norm=self.vectors(i, "mlp_norm")[0],
                 reads=(attention,),
-                writes=self.hidden(),
-                updates=(residual,),
                 waits=(Wait(p + "combine"),),
             ),
         ]
@@ -170,30 +213,123 @@ class Step(Kernel):
             counts.append(counts[-1] + sum(ceil_div(n, 2) for n in of_units))
         return Feed("expert", "cache", 0, 4 * s.tile_kv, (4 * s.tile_kv,), tuple(counts))
 
-    def mlp(self, i: int) -> list[Phase]:
+    def dense(self, i: int, before: str) -> list[Phase]:
+        """The MLP of a layer without experts."""
+        s, tokens = self.shape, self.tokens
+        (gate_up, down), rms = self.mlp_feeds(i), Use("rms", tokens)
+        hidden, _, squares = self.hidden()
+        swiglu = Use("swiglu", tokens * s.dense_inner)
+        return [
+            self.phase(
+                "dense_gate_up",
+                i,
+                Items(s.dense_inner // PAGE_ROWS, f"{PAGE_ROWS} rows of gate and of up"),
+                gate_up,
+                self.mlp_scales(i, 0, 2 * s.dense_inner),
+                reads=(hidden, squares, rms),
+                writes=(rms, swiglu),
+                waits=(Wait(before),),
+            ),
+            *self.ends(
+                "dense_down",
+                i,
+                Items(s.owners, "hidden rows of an SM"),
+                down,
+                self.mlp_scales(i, 2 * s.dense_inner, s.hidden),
+                next_norm=self.vectors(i + 1, "attn_norm")[0],
+                reads=(swiglu,),
+                waits=(Wait(f"layers.{i}.dense_gate_up"),),
+            ),
+        ]
+
+    def pre_proj(self, i: int, before: str) -> Phase:
+        """The input of narrow experts. The router, which comes next, does not need it."""
+        s, tokens, rms = self.shape, self.tokens, Use("rms", self.tokens)
+        hidden, _, squares = self.hidden()
+        return self.phase(
+            "pre_proj",
+            i,
+            Items(s.narrow // PAGE_ROWS, f"{PAGE_ROWS} rows of the experts' input"),
+            self.mlp_feeds(i)[0],
+            self.mlp_scales(i, 0, s.narrow),
+            *self.vectors(i, "pre_norm"),
+            reads=(hidden, squares, rms),
+            writes=(rms, Use("narrow", tokens * s.narrow), Use("narrow_squares", tokens * s.grid)),
+            waits=(Wait(before),),
+        )
+
+    def narrow_down(self, i: int, swiglu: Use, choice: Use) -> list[Phase]:
+        """The outputs of narrow experts, each normed over all its rows, summed, and back to the model's width."""
+        s, p, tokens = self.shape, f"layers.{i}.", self.tokens
+        products, mixed = Use("products", tokens * s.top_k * self.down_rows), Use("mixed", tokens * s.narrow)
+        squares = Use("pair_squares", tokens * s.top_k * s.grid)
+        rows = Items(s.down_owners, "rows of an SM, all experts")
+        return [
+            self.phase(
+                "down",
+                i,
+                rows,
+                self.down(i, s.down_pack),
+                *self.vectors(i, "expert_norm"),
+                routed=True,
+                reads=(swiglu, choice),
+                writes=(products, squares),
+                waits=(Wait(p + "gate_up"),),
+            ),
+            self.phase("mix", i, rows, reads=(products, squares, choice), writes=(mixed,), waits=(Wait(p + "down"),)),
+            *self.ends(
+                "post_proj",
+                i,
+                Items(s.owners, "hidden rows of an SM"),
+                self.mlp_feeds(i)[1],
+                self.mlp_scales(i, s.narrow, s.hidden),
+                next_norm=self.vectors(i + 1, "attn_norm")[0],
+                reads=(mixed,),
+                waits=(Wait(p + "mix"),),
+            ),
+        ]
+
+    def mlp(self, i: int, before: str) -> list[Phase]:
         s, p, tokens = self.shape, f"layers.{i}.", self.tokens
         hidden, router_input, squares = self.hidden()
         logits, rms = Use("router_logits", tokens * s.experts), Use("rms", tokens)
-        x, choice = Use("input", tokens * (s.hidden + 8)), Use("choice", 3 * tokens * s.top_k + 2 * s.experts + 1)
+        x, choice = (
+            Use("input", tokens * (s.expert_hidden + 8)),
+            Use("choice", 3 * tokens * s.top_k + 2 * s.experts + 1),
+        )
         swiglu = Use("swiglu", tokens * s.top_k * s.inner)
         # A tile of several pages is passed over again for every eight of its tokens, and kept meanwhile.
         held = s.pair_groups if s.pair_groups > 1 else len(self.gate_up(i).pages) if tokens > 8 else 1
+        own = Use("narrow", tokens * s.narrow), Use("narrow_squares", tokens * s.grid), rms
+        down = [
+            *self.ends(
+                "down",
+                i,
+                Items(s.owners, "hidden rows of an SM, all experts"),
+                self.down(i, s.down_pack),
+                next_norm=self.vectors(i + 1, "attn_norm")[0],
+                routed=True,
+                reads=(swiglu, choice),
+                waits=(Wait(p + "gate_up"),),
+            )
+        ]
         return [
+            *([self.pre_proj(i, before)] if s.narrow else []),
             self.phase(
                 "router",
                 i,
                 Items(s.experts, "expert"),
                 self.of_layer("routers", i),
-                reads=(hidden, router_input, squares, rms),
-                writes=(x, rms, logits),
-                waits=(Wait(p + "output"),),
+                reads=(router_input, rms) if s.narrow else (hidden, router_input, squares, rms),
+                writes=(logits,) if s.narrow else (x, rms, logits),
+                waits=(Wait(before),),
             ),
             self.phase(
                 "choose",
                 i,
                 Items(1, "top-k on every SM", "token"),
-                reads=(logits,),
-                writes=(choice,),
+                reads=(logits, *own) if s.narrow else (logits,),
+                writes=(choice, x, rms) if s.narrow else (choice,),
                 waits=(Wait(p + "router"),),
             ),
             self.phase(
@@ -206,16 +342,5 @@ class Step(Kernel):
                 reads=(x, rms, choice),
                 writes=(swiglu,),
             ),
-            self.phase(
-                "down",
-                i,
-                Items(s.owners, "hidden rows of an SM, all experts"),
-                self.down(i, s.down_pack),
-                *self.vectors(i + 1, "attn_norm"),
-                routed=True,
-                reads=(swiglu, choice),
-                writes=self.hidden(),
-                updates=(Use("residual", tokens * self.owned_rows),),
-                waits=(Wait(p + "gate_up"),),
-            ),
+            *(self.narrow_down(i, swiglu, choice) if s.narrow else down),
         ]

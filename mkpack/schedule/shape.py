@@ -18,6 +18,7 @@ from mkpack.layout_cuda import (
     PAIR_ROWS,
     SHARE_ROW_BYTES,
     CudaLayout,
+    step_only,
     tile_bytes,
 )
 from mkpack.schedule.ir import Machine, Region, Ring, Role
@@ -64,13 +65,17 @@ class Shape:
         self.owners = ceil_div(self.units, self.owned_units)
         self.qkv_units, self.head_units = layout.qkv_rows // PAGE_ROWS, layout.head_rows // PAGE_ROWS
         self.pair_units = self.inner // PAIR_ROWS
-        self.pair_tile, self.down_tile = tile_bytes(self.hidden), tile_bytes(self.inner)
+        self.narrow, self.expert_hidden, self.dense_inner = layout.narrow, layout.expert_hidden, layout.dense_inner
+        self.down_units = self.expert_hidden // OWNED_ROWS
+        self.down_owned = ceil_div(self.down_units, self.grid)
+        self.down_owners = ceil_div(self.down_units, self.down_owned)
+        self.pair_tile, self.down_tile = tile_bytes(self.expert_hidden), tile_bytes(self.inner)
         self.tile_kv = KV_TILE * self.head_dim * 2
         self.max_splits = max(1, min(32, self.grid // self.kv_heads))
         # The step kernel.
-        self.expert_page = max(*tile_pages(self.hidden), *tile_pages(self.inner))
+        self.expert_page = max(*tile_pages(self.expert_hidden), *tile_pages(self.inner))
         self.slot_bytes = max(self.expert_page, 4 * self.tile_kv)
-        self.pair_groups = SQUADS if len(tile_pages(self.hidden)) == 1 else 1
+        self.pair_groups = SQUADS if len(tile_pages(self.expert_hidden)) == 1 else 1
         down_pages = len(tile_pages(self.inner))
         fit = self.expert_page // (self.down_tile if down_pages == 1 else self.expert_page)
         self.down_pack = 4 if fit > 3 else 2 if fit > 1 else 1
@@ -85,6 +90,10 @@ class Shape:
         """Bounds of the hidden units that SMs keep the residual of, `each` items a unit."""
         return tuple(min(self.units, self.owned_units * s) * each for s in range(self.grid + 1))
 
+    def down_owned_units(self) -> tuple[int, ...]:
+        """Bounds of the units of the experts' outputs: of the hidden ones, unless experts are narrow."""
+        return tuple(min(self.down_units, self.down_owned * s) for s in range(self.grid + 1))
+
     def first_only(self, items: int) -> tuple[int, ...]:
         return (0, *([items] * self.grid))
 
@@ -96,7 +105,8 @@ class Shape:
         matrices = ((attention, self.hidden), (attention, self.q_rows), (layout.precision["lm_head"], self.hidden))
         token_units = self.top_k * self.pair_units
         return (
-            all(cols * (2 if fmt == "bf16" else 1) % (PAGE_BYTES // PAGE_ROWS) == 0 for fmt, cols in matrices)
+            not step_only(spec)
+            and all(cols * (2 if fmt == "bf16" else 1) % (PAGE_BYTES // PAGE_ROWS) == 0 for fmt, cols in matrices)
             and self.hidden <= 2048
             and self.q_rows <= 4096
             and self.grid <= self.qkv_units <= WARPS * self.grid
@@ -106,7 +116,6 @@ class Shape:
             and spec.qk_norm
             and self.group <= 8
             and 8 * self.kv_heads <= self.grid
-            and not any(layer.sliding_window for layer in spec.layers)
             and self.experts <= min(self.grid, 128)
             and self.experts % 4 == 0
             and layout.router_format != "f32"
@@ -130,26 +139,30 @@ class Shape:
         queries += 4 * self.tile_kv + 16
         outputs = SQUADS * 16 * (self.head_dim * 4 + 8)
         return {
-            "input of gate_up": (tokens * (self.hidden + 8) * 2, ("router", "choose", "gate_up")),
+            "input of gate_up": (
+                tokens * (self.expert_hidden + 8) * 2,
+                ("choose", "gate_up") if self.narrow else ("router", "choose", "gate_up"),
+            ),
             "queries, scores and outputs": (max(queries, outputs), ("attention",)),
             "partial sums": (
                 DENSE_CHUNK * WARPS * PAGE_ROWS * (16 if tokens > 8 else 8) * 4,
-                ("qkv", "output", "head"),
+                ("qkv", "output", "pre_proj", "post_proj", "dense_gate_up", "dense_down", "head"),
             ),
             "products of experts": (
-                self.down_copies * tokens * self.top_k * self.owned_units * OWNED_ROWS * 4,
-                ("down",),
+                self.down_copies * tokens * self.top_k * self.down_owned * OWNED_ROWS * 4,
+                ("down", "mix"),
             ),
             "sampler": (SAMPLER_BYTES, ("sample",)),
         }
 
     def _step_tokens(self) -> int:
         fixed = STEP_SLOTS * (PAGE_BYTES + self.slot_bytes) + WARPS * 2 * 16 * 8 * 4
-        fixed += MAX_TOKENS * self.owned_units * OWNED_ROWS * 4 + 16 * WARPS * 4 + MAX_TOKENS * self.top_k * 12
-        fixed += self.experts * 6 + 4096
+        fixed += 16 * WARPS * 4 + MAX_TOKENS * self.top_k * 12 + self.experts * 6 + 4096
+        residual = self.owned_units * OWNED_ROWS * 4  # of a token
         tokens = MAX_TOKENS
         while tokens > 1 and (
-            fixed + max(self._scratch(tokens).values())[0] > SHARED_LIMIT or self._blocks(tokens) > 2 * SQUADS
+            fixed + tokens * residual + max(self._scratch(tokens).values())[0] > SHARED_LIMIT
+            or self._blocks(tokens) > 2 * SQUADS
         ):
             tokens //= 2
         return tokens
@@ -163,7 +176,7 @@ class Shape:
         masks = self.experts * ceil_div(pairs, 32) * 4
         uses = {"halves of SwiGLU": (partial, ("gate_up",)), "masks of choices": (masks, ("router", "choose"))}
         s.overlay(uses, 4, partial)
-        s.add("residual", MAX_TOKENS * self.owned_units * OWNED_ROWS * 4, 4)
+        s.add("residual", self.step_tokens * self.owned_units * OWNED_ROWS * 4, 4)
         s.add("router sums", 16 * WARPS * 4, 4)
         s.add("1/rms", MAX_TOKENS * 4, 4)
         for name, count, width in (

@@ -120,11 +120,13 @@ def _rings(schedule: Schedule, machine: Machine) -> Iterator[str]:
 
     What a worker waits for from other workers is always of an earlier phase, and every worker has the phases in this
     order. So if none stands still alone, none does together: of all that wait, the one in the earliest phase goes on.
-    Layers are alike but for their bytes; the first two stand for all.
+    Layers of a kind are alike but for their bytes; the first two, and the first of every kind, stand for all.
     """
-    chosen = [p for p in schedule.phases if p.layer is None or p.layer < 2]
-    if extra := {p.name for p in schedule.phases} - {p.name for p in chosen}:
-        yield f"phases {', '.join(sorted(extra))} are in no layer of the first two"
+    kinds: dict[tuple[str, ...], int] = {}
+    for i in range(len(schedule.spec.layers)):
+        kinds.setdefault(tuple(p.name for p in schedule.layer(i)), i)
+    shown = {None, 0, 1, *kinds.values()}
+    chosen = [p for p in schedule.phases if p.layer in shown]
     told: set[str] = set()
     for active in actives(schedule):
         seen: set[tuple[int, ...]] = set()

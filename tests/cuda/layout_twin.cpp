@@ -26,14 +26,17 @@ static void read_floats(uint8_t* out, size_t n) {
   memcpy(out, v.data(), v.size());
 }
 
-// Rows [first, first + rows) of a dense matrix at `out`; fp8 has the scales of its rows at `scales`.
-static void put_dense(uint8_t* out, uint8_t* scales, int first, int rows, int K, bool fp8) {
+// Rows [first, first + rows) of a dense matrix at `out`; fp8 has the scales of its rows at `scales`. turns: its row units take
+// turns with those of so many matrices.
+static void put_dense(uint8_t* out, uint8_t* scales, int first, int rows, int K, bool fp8, int turns = 1) {
+  const auto place = [&](int row) { return row / 8 * turns * 8 + row % 8; };
   const size_t width = fp8 ? 1 : 2;
   const std::vector<uint8_t> in = read_bytes(rows * K * width);
   for (int row = 0; row < rows; row++)
     for (int column = 0; column < K; column++)
-      memcpy(out + matrix_offset(first + row, column, K, fp8), &in[((size_t)row * K + column) * width], width);
-  if (fp8) read_floats(scales + first * sizeof(float), rows);
+      memcpy(out + matrix_offset(first + place(row), column, K, fp8), &in[((size_t)row * K + column) * width], width);
+  if (fp8)
+    for (int row = 0; row < rows; row++) read_floats(scales + (first + place(row)) * sizeof(float), 1);
 }
 
 struct Nvfp4 {
@@ -56,13 +59,13 @@ struct Nvfp4 {
 
 static void put_expert(uint8_t* out, uint8_t* scales) {
   for (int part = 0; part < 2; part++) {  // gate, up
-    const Nvfp4 matrix(kMoeIntermediate, kHidden);
+    const Nvfp4 matrix(kMoeIntermediate, kExpertHidden);
     for (int row = 0; row < kMoeIntermediate; row++)
       matrix.put(out + (int64_t)(row / 8) * kPairTileBytes, 8 * part + row % 8, row);
     read_floats(scales + part * sizeof(float), 1);
   }
-  const Nvfp4 down(kHidden, kMoeIntermediate);
-  for (int row = 0; row < kHidden; row++)
+  const Nvfp4 down(kExpertHidden, kMoeIntermediate);
+  for (int row = 0; row < kExpertHidden; row++)
     down.put(out + kPairBytes + (int64_t)(row / kUnitRows) * kDownTileBytes, row % kUnitRows, row);
   read_floats(scales + 2 * sizeof(float), 1);
 }
@@ -73,29 +76,46 @@ static std::vector<uint8_t> blob() {
   const auto at = [&](uint64_t section, uint64_t byte) { return blob.data() + section + byte; };
   const std::vector<uint8_t> embedding = read_bytes((size_t)kVocab * kHidden * 2);
   memcpy(at(m::embedding_at, 0), embedding.data(), embedding.size());
-  for (int layer = 0; layer < kLayers; layer++) {
-    const auto vector = [&](int first, int floats) {
-      read_floats(at(m::norms_at, ((uint64_t)layer * kNormLayer + first) * sizeof(float)), floats);
-    };
+  uint64_t norms = m::norms_at, mlp = m::mlp_at, mlp_scales = m::mlp_scales_at;
+  for (int layer = 0, moe = 0; layer < kLayers; layer++) {
+    const auto vector = [&](int first, int floats) { read_floats(at(norms, first * sizeof(float)), floats); };
     uint8_t* dense = at(m::dense_at, layer * kDenseLayerBytes);
     uint8_t* scales = at(m::dense_scales_at, (uint64_t)layer * kDenseScaleLayer * sizeof(float));
     vector(kNormInput, kHidden);
     put_dense(dense, scales, 0, kQRows, kHidden, kAttentionFp8);
     put_dense(dense, scales, kQRows, kKvRows, kHidden, kAttentionFp8);
     put_dense(dense, scales, kQRows + kKvRows, kKvRows, kHidden, kAttentionFp8);
-    if (kQkvBias) vector(kBiasQkv, kQkvRows);
-    if (kQkNorm) vector(kNormQ, kHeadDim), vector(kNormK, kHeadDim);
+    if (kAttentionGate) put_dense(dense, scales, kGateAt, kQRows, kHidden, kAttentionFp8);
+    if (kQkvBias) vector(kBiasQkv, kGateAt);
+    if (kQkNorm && kQkNormWeight) vector(kNormQ, kHeadDim), vector(kNormK, kHeadDim);
     put_dense(dense + kQkvBytes, scales + kQkvRows * sizeof(float), 0, kHidden, kQRows, kAttentionFp8);
     if (kOutBias) vector(kBiasOut, kHidden);
+    if (kSandwich) vector(kGateAttention, kHidden);
     vector(kNormPost, kHidden);
-    const std::vector<uint8_t> router = read_bytes(kRouterBytes);
-    memcpy(at(m::routers_at, layer * kRouterBytes), router.data(), router.size());
-    for (int expert = 0; expert < kExperts; expert++) {
-      const uint64_t number = (uint64_t)layer * kExperts + expert;
-      put_expert(at(m::experts_at, number * kExpertBytes), at(m::expert_scales_at, number * 4 * sizeof(float)));
+    const auto matrix = [&](uint64_t place, int row, int rows, int K, int turns = 1) {
+      put_dense(at(mlp, place), at(mlp_scales, row * sizeof(float)), 0, rows, K, kDenseFp8, turns);
+    };
+    if (kDenseLayers[layer]) {
+      matrix(0, 0, kDenseIntermediate, kHidden, 2);
+      matrix(unit_bytes(kHidden, kDenseFp8), 8, kDenseIntermediate, kHidden, 2);
+      matrix(kMlpPairBytes, 2 * kDenseIntermediate, kHidden, kDenseIntermediate);
+    } else {
+      const std::vector<uint8_t> router = read_bytes(kRouterBytes);
+      memcpy(at(m::routers_at, moe * kRouterBytes), router.data(), router.size());
+      if (kNarrow) matrix(0, 0, kNarrowHidden, kHidden), vector(kNormPre, kNarrowHidden);
+      for (int expert = 0; expert < kExperts; expert++) {
+        const uint64_t number = (uint64_t)moe * kExperts + expert;
+        put_expert(at(m::experts_at, number * kExpertBytes), at(m::expert_scales_at, number * 4 * sizeof(float)));
+      }
+      if (kNarrow) vector(kNormExpert, kNarrowHidden), matrix(kPreBytes, kNarrowHidden, kHidden, kNarrowHidden);
+      moe++;
     }
+    if (kSandwich) vector(kNormMlpOut, kHidden), vector(kGateMlp, kHidden);
+    norms += (kDenseLayers[layer] ? kNormPre : kNormLayer) * sizeof(float);
+    mlp += kDenseLayers[layer] ? kDenseMlpBytes : kMoeMlpBytes;
+    mlp_scales += (kDenseLayers[layer] ? kDenseMlpScales : kMoeMlpScales) * sizeof(float);
   }
-  read_floats(at(m::norms_at, (uint64_t)kLayers * kNormLayer * sizeof(float)), kHidden);
+  read_floats(at(norms, 0), kHidden);
   put_dense(at(m::head_at, 0), at(m::head_scales_at, 0), 0, kVocab, kHidden, kHeadFp8);
   return blob;
 }
