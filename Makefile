@@ -22,8 +22,8 @@ bench: artifact
 	$(BIN)/mkpack bench $(ARTIFACT)
 	$(BIN)/mkpack bench $(NVFP4)
 
-# Two halves side by side: kernels on the emulated GPU and the hub, which mostly waits; everything else. What the first said is
-# printed when both have ended.
+# Two halves side by side: kernels on the emulated GPU and the hub, which mostly waits; everything else. What the first
+# said is printed when both have ended.
 APART := $(wildcard tests/test_cuda*.py tests/test_gpu*.py) tests/test_trace_kernels.py tests/hub
 test: check
 	@log=$$(mktemp); \
@@ -31,7 +31,8 @@ test: check
 	$(BIN)/python -m pytest tests $(APART:%=--ignore=%); rest=$$?; \
 	wait $$apart; apart=$$?; cat $$log; rm -f $$log; exit $$((rest + apart))
 
-# On a machine with a GPU (docs/CUDA.md, "Testing on a GPU"). ARTIFACT=path: of recipes/smollm2-moe/gpu.yaml; else built.
+# On a machine with a GPU (docs/CUDA.md, "Testing on a GPU"). ARTIFACT=path: of recipes/smollm2-moe/gpu.yaml; else it is
+# built.
 gpu-test: $(VENV)/.test
 	$(BIN)/python -m pytest tests/gpu $(if $(filter command,$(origin ARTIFACT)),--artifact $(ARTIFACT))
 

@@ -1,8 +1,9 @@
 // q/k norm, RoPE, KV write, attention over this SM's share of the cache, combination of the shares.
 //
 // kKvHeads x splits SMs take part, each with one KV head and the tiles of 16 positions t = split, split + splits, ...; a
-// position is therefore written and read by the same SM, except when the number of splits grows (decode_token). Scores: every warp takes 8 positions (K), then all
-// warps meet and each takes 8 of the 128 head dimensions over all tiles (V), so the outputs need no sum across warps.
+// position is therefore written and read by the same SM, except when the number of splits grows (decode_token). Scores:
+// every warp takes 8 positions (K), then all warps meet and each takes 8 of the 128 head dimensions over all tiles (V), so
+// the outputs need no sum across warps.
 // The first 8 tiles are loaded into registers before q arrives; more would spill.
 #pragma once
 #include "decode_tiles.cuh"

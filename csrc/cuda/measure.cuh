@@ -40,7 +40,8 @@ inline mk_timing time_step(mk_model& model, const int32_t* tokens, int count) {
 // ---- trace -----------------------------------------------------------------------------------------------------------
 constexpr int kTraceBefore = 1;  // steps that run first: weights of a launch's first step are not on their way
 
-// Rows of a trace: phases, then streams.
+constexpr int kTraceRows = (int)kPhases + (int)kStreams;  // phases, then streams
+
 inline mk_trace_shape trace_shape(int count) {
   static const char* names =
       "consumers embed\nconsumers qkv\nconsumers attention\nconsumers combine\nconsumers out\nconsumers router\n"
@@ -58,10 +59,10 @@ inline mk_trace_shape trace_shape(int count) {
       "experts choose\nconsumers gate/up\nconsumers down\nconsumers head\nconsumers token\n"
       "dense qkv\ndense out\ndense head\nexperts cache\nexperts gate/up and down";
   const char* own = kMoreTraced ? names_of_all : kFastDecode && count == 1 ? names_of_decode : names;
-  return {kLayers + 1, kPhases + kStreams, kGrid, 0, own};
+  return {kLayers + 1, kTraceRows, kGrid, 0, own};
 }
 
-// stamps: [steps][kLayers + 1][kPhases + kStreams][kGrid][4]. One token is followed by those that the kernel chooses, in one
+// stamps: [steps][kLayers + 1][kTraceRows][kGrid][4]. One token is followed by those that the kernel chooses, in one
 // launch; several are run again and again, a launch each. The model's length stays.
 inline void trace_steps(mk_model& model, const int32_t* tokens, int count, int steps, int64_t* stamps) {
   int places = 1;
@@ -99,7 +100,7 @@ inline void trace_steps(mk_model& model, const int32_t* tokens, int count, int s
       model.finish();
     }
   }
-  constexpr size_t kRows = kPhases + kStreams, kStep = (kLayers + 1) * kRows * kGrid * 4;
+  constexpr size_t kStep = (size_t)(kLayers + 1) * kTraceRows * kGrid * 4;
   std::vector<int64_t> a(kTraceStep), b(kStreamStep);
   for (int i = 0; i < steps; i++) {
     const int place = (first + i) % places;

@@ -6,6 +6,7 @@ Workers are SMs, each a block of the one resident kernel.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import replace
 from typing import Any
 
@@ -48,7 +49,7 @@ def cuda_phases(layout: CudaLayout) -> list[Phase]:
     return Step(Shape(layout, 1, "", grid=1)).phases()
 
 
-class Kernel:
+class Kernel(ABC):
     """One kernel's schedule. Subclasses list buffers and phases."""
 
     name: str
@@ -58,14 +59,17 @@ class Kernel:
         self.shape, self.layout, self.spec = shape, shape.layout, shape.spec
         self.sections = {s.name: s for s in shape.layout.sections}
 
+    @abstractmethod
     def buffers(self) -> list[Buffer]:
-        raise NotImplementedError
+        """Every buffer that a phase may use."""
 
+    @abstractmethod
     def phases(self) -> list[Phase]:
-        raise NotImplementedError
+        """The phases of a step in their order."""
 
+    @abstractmethod
     def machine(self) -> Machine:
-        raise NotImplementedError
+        """What the kernel has of an SM: rings, shared memory, registers."""
 
     def schedule(self, target: str, context: int) -> Schedule:
         sections = tuple(self.sections.values())
