@@ -228,7 +228,7 @@ def audit(
     checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A folder in the Hugging Face format.")],
     json: AsJson = False,
 ) -> None:
-    """Show what a checkpoint holds and what of it a build would refuse; exit code 1 when it would. Builds nothing."""
+    """Show what a checkpoint holds and what a build would refuse. Exit code 1 when it would; builds nothing."""
     from rich.progress import track
 
     from mkpack import audit as audits
@@ -276,7 +276,7 @@ def graph(
     ] = None,
     json: AsJson = False,
 ) -> None:
-    """Show what a step does: phases, buffers, waits, and the bytes of each."""
+    """Show what a step does: phases, buffers, waits, bytes."""
     from mkpack import graph as graphs
 
     found = graphs.read(path, target, kernel)
@@ -327,7 +327,7 @@ def trace(
         int | None, typer.Option(min=0, help="Positions in the cache before them. [default: 512]")
     ] = None,
 ) -> None:
-    """Show when every SM did what in a few steps, of an artifact that was built with --trace."""
+    """Show when every SM did what in a few steps. The artifact must have been built with --trace."""
     from mkpack import trace as tracing
     from mkpack.repo import located
 

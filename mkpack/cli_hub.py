@@ -29,7 +29,7 @@ def push(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be sent; send nothing.")] = False,
     json: AsJson = False,
 ) -> None:
-    """Publish an artifact on the hub, or add its kernels to what is there; goes on where it was interrupted."""
+    """Publish an artifact on the hub, or add its kernels there. Goes on where it was interrupted."""
     from mkpack import push as pushing
 
     if dry_run:
@@ -50,7 +50,7 @@ def pull(
     ] = None,
     json: AsJson = False,
 ) -> None:
-    """Download what running a published artifact takes, and check every byte; runs nothing of it."""
+    """Download what running a published artifact takes. Checks every byte; runs nothing of it."""
     from mkpack import pull as pulling
 
     done = pulling.pull(repo, target=target, check=target is None, ranks=rank)

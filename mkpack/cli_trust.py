@@ -75,7 +75,7 @@ def sign(
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Signature to write. [default: beside it]")
     ] = None,
 ) -> None:
-    """Sign an artifact: with a key, a certificate, or as who you are through sigstore (needs the network)."""
+    """Sign an artifact: with a key, a certificate, or sigstore. That signs as who you are and needs the network."""
     from mkpack import sign as signing
 
     path = signing.sign(
@@ -108,7 +108,7 @@ def verify(
         Path | None, typer.Option(metavar="FILE", help="With --rebuild: the recipe, where its source is.")
     ] = None,
 ) -> None:
-    """Check every byte of an artifact, on demand also who made it and if it can be made again; runs nothing of it."""
+    """Check every byte of an artifact. On demand also who made it and if it can be made again; runs nothing of it."""
     from mkpack import checks, describe
 
     if _print(describe.check(artifact)):

@@ -52,6 +52,11 @@ def test_help_of_every_command(call: Any, command: list[str]) -> None:
     assert out.startswith("Usage: mkpack") and "--help" in out
 
 
+def test_the_list_of_commands_cuts_nothing_off(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert "..." not in call("--help")[1].replace("COMMAND [ARGS]...", "")
+
+
 def test_help_imports_nothing_heavy() -> None:
     code = (
         "import sys; sys.argv = ['mkpack', 'run', '--help']\nfrom mkpack.cli import main\ntry: main()\n"
