@@ -29,17 +29,6 @@ ROOT = Path(__file__).parents[1]
 NAME = "model.layers.1.mlp.experts.2.up_proj"
 
 
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory) -> Path:
-    return families.make_checkpoint(tmp_path_factory.mktemp("plain") / "checkpoint", "qwen3_moe", dtype="bfloat16")
-
-
-@pytest.fixture
-def compressed(plain, tmp_path) -> Path:
-    quantised.compressed_tensors(plain, tmp_path / "compressed", "NVFP4A16")
-    return tmp_path / "compressed"
-
-
 def printed(found: Audit, capsys: pytest.CaptureFixture[str]) -> str:
     show(found)
     return capsys.readouterr().out

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import families
 import pytest
 import quantised
@@ -11,18 +9,6 @@ import torch
 from safetensors.torch import load_file
 
 from mkpack.errors import UserError
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory) -> Path:
-    return families.make_checkpoint(tmp_path_factory.mktemp("plain") / "checkpoint", "qwen3_moe", dtype="bfloat16")
-
-
-@pytest.fixture
-def compressed(plain, tmp_path) -> Path:
-    quantised.compressed_tensors(plain, tmp_path / "compressed", "NVFP4A16")
-    return tmp_path / "compressed"
-
 
 NAME = "model.layers.1.mlp.experts.2.up_proj"
 _DOTTED = NAME.replace(".", "__")

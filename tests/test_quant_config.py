@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import families
 import pytest
@@ -15,17 +14,6 @@ from safetensors.torch import load_file
 
 from mkpack.quant_config import claims, fp8_block
 from mkpack.quantize import quantise
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory) -> Path:
-    return families.make_checkpoint(tmp_path_factory.mktemp("plain") / "checkpoint", "qwen3_moe", dtype="bfloat16")
-
-
-@pytest.fixture
-def compressed(plain, tmp_path) -> Path:
-    quantised.compressed_tensors(plain, tmp_path / "compressed", "NVFP4A16")
-    return tmp_path / "compressed"
 
 
 def test_lm_head_quantised_although_excluded(compressed):
