@@ -29,23 +29,36 @@ PAIR_ROWS = 8  # gate rows, and as many up rows, of a gate/up tile
 CHUNK = 64  # columns of an NVFP4 tile that lie together
 CHUNK_CODES, CHUNK_SCALES = 512, 64  # bytes of a chunk
 PAGE_CHUNKS = 32  # at most, of an NVFP4 page
+VECTOR_FLOATS = 4  # every vector begins at a multiple of so many
+
+EXPERT_BIASES = ("gate_bias", "up_bias", "down_bias")
 
 # Features that step_kernel has, by the fields of the spec. decode_kernel has none of them.
 _TAKEN: dict[type[BaseModel], tuple[str, ...]] = {
     ModelSpec: (
         "attention_gate",
         "attention_out_norm",
+        "attention_sinks",
         "centered_norms",
         "embed_norm",
         "logit_scale",
         "logit_softcap",
+        "qk_norm_over",
         "qk_norm_weight",
         "qk_scale",
         "sandwich",
     ),
     MoeSpec: (
+        "choice_bias",
+        "expert_bias",
         "expert_norm_eps",
         "hidden_size",
+        "norm_topk_eps",
+        "routed_scaling_factor",
+        "router_bias",
+        "router_scale",
+        "scoring",
+        "swiglu",
     ),
     LayerSpec: ("rope", "sliding_window"),
 }
@@ -104,6 +117,10 @@ def _limits(spec: ModelSpec, tp: int) -> Iterator[tuple[str, object, object]]:
             yield "moe intermediate_size", spec.moe.intermediate_size, f"multiples of {CHUNK}"
         if (spec.moe.hidden_size or 0) % CHUNK:
             yield "moe hidden_size", spec.moe.hidden_size, f"multiples of {CHUNK}"
+        if spec.moe.scoring == "softmax" and spec.moe.choice_bias:
+            yield "moe choice_bias", True, "False where scoring is softmax"
+        if spec.moe.scoring == "softmax" and spec.moe.norm_topk_eps:
+            yield "moe norm_topk_eps", spec.moe.norm_topk_eps, "0.0 where scoring is softmax"
         yield from _features(spec.moe, "moe ", _TAKEN[MoeSpec])
     else:
         yield "mlp of every layer", "dense", "models with experts"
@@ -230,17 +247,31 @@ class CudaLayout:
         layer, and those of them, at its end, that dense layers do without."""
         spec = self.spec
         sizes = {"attn_norm": spec.hidden_size, "mlp_norm": spec.hidden_size}
-        sizes |= dict.fromkeys(("q_norm", "k_norm"), spec.head_dim if spec.qk_norm and spec.qk_norm_weight else 0)
-        for part, n in (("q", spec.q_size), ("k", spec.kv_size), ("v", spec.kv_size)):
+        parts = {"q": spec.q_size, "k": spec.kv_size, "v": spec.kv_size}
+        for part in ("q", "k"):
+            n = spec.head_dim if spec.qk_norm_over == "head" else parts[part]
+            sizes[part + "_norm"] = n if spec.qk_norm and spec.qk_norm_weight else 0
+        for part, n in parts.items():
             sizes[part + "_bias"] = n if spec.qkv_bias else 0
         sizes["o_bias"] = spec.hidden_size if spec.o_bias else 0
+        sizes["sinks"] = spec.num_attention_heads if spec.attention_sinks else 0
         sandwich = spec.hidden_size if spec.sandwich else 0
         sizes |= dict.fromkeys(("attn_residual_gate", "mlp_out_norm", "mlp_residual_gate"), sandwich)
-        of_moe = {"pre_norm": self.narrow, "expert_norm": self.narrow}
+        moe = spec.moe
+        assert moe
+        of_moe = {
+            "pre_norm": self.narrow,
+            "expert_norm": self.narrow,
+            "router_bias": moe.num_experts if moe.router_bias else 0,
+            "choice_bias": moe.num_experts if moe.choice_bias else 0,
+            # Of every expert those of its gate and up, then of every expert those of its down projection.
+            "gate_up_bias": moe.num_experts * 2 * moe.intermediate_size if moe.expert_bias else 0,
+            "down_bias": moe.num_experts * self.expert_hidden if moe.expert_bias else 0,
+        }
         places, end = {}, 0
         for name, size in {**sizes, **of_moe}.items():
             places[name] = (end, size)
-            end += size
+            end += align(size, VECTOR_FLOATS)
         return places, end, end - places["pre_norm"][0]
 
     def _sections(self) -> list[Section]:
@@ -253,7 +284,7 @@ class CudaLayout:
         # Every matrix counted as rows of the model's width.
         mlp_rows = moe_layers * 2 * self.narrow + (layers - moe_layers) * 3 * self.dense_inner
         names: dict[str, list[str]] = {}
-        for role in tensors(spec, SourceNames()):
+        for role in tensors(spec, SourceNames(fused="rows")):  # which have biases too
             for section in self._homes(role.name):
                 names.setdefault(section, []).append(role.name)
         dense_rows = layers * (self.qkv_rows + spec.q_size)  # the output projection counted as its transpose
@@ -297,7 +328,7 @@ class CudaLayout:
             return ("embedding", *head) if self.spec.tie_word_embeddings else ("embedding",)
         if tensor == "lm_head":
             return head
-        if tensor == "final_norm" or part in self.vectors:
+        if tensor == "final_norm" or part in self.vectors or part in EXPERT_BIASES:
             return ("norms",)
         if ".experts." in tensor:
             return ("experts", "expert_scales")

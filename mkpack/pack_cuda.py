@@ -20,6 +20,7 @@ from mkpack.layout_cuda import (
     CHUNK,
     CHUNK_CODES,
     CHUNK_SCALES,
+    EXPERT_BIASES,
     PAGE_CHUNKS,
     PAGE_ROWS,
     CudaLayout,
@@ -322,12 +323,19 @@ def place_in_mlp(layout: CudaLayout, layer: int, part: str) -> MlpPlace | None:
 
 
 def place_of_vector(layout: CudaLayout, tensor: str) -> tuple[int, int]:
-    """(first float, floats) of a norm or bias in its section; no floats when the tensor is neither, or the model has
-    none."""
+    """(first float, floats) of a vector in its section; no floats when the tensor is none, or the model has none."""
     if tensor == "final_norm":
         return layout.vectors_at(len(layout.spec.layers)), layout.spec.hidden_size
     layer, expert, part = parse(layout, tensor)
-    at, size = layout.vectors.get(part, (0, 0)) if expert is None else (0, 0)
+    at, size = (0, 0)
+    if expert is None and part not in ("gate_up_bias", "down_bias"):
+        at, size = layout.vectors.get(part, (0, 0))
+    elif expert is not None and part in EXPERT_BIASES:
+        at, size = layout.vectors["down_bias" if part == "down_bias" else "gate_up_bias"]
+        at, size = at + size // layout.num_experts * expert, size // layout.num_experts
+        if part != "down_bias":
+            size //= 2
+            at += size * (part == "up_bias")
     return layout.vectors_at(layer) + at, size
 
 

@@ -13,18 +13,40 @@ from cuda_models import cuda_layout, muse_spec, small_spec
 
 from mkpack import abi
 from mkpack.manifest import Limits
-from mkpack.spec import LayerSpec
+from mkpack.spec import LayerSpec, SwigluSpec
 
 LIMITS = Limits(context=64, tokens_per_step=16)
 TWO_LAYERS = (LayerSpec(moe=True), LayerSpec(moe=True, sliding_window=7))
 KINDS = (LayerSpec(moe=False, sliding_window=7), LayerSpec(moe=True, rope=False))
 MUSE = muse_spec(hidden_size=64, vocab_size=13, layers=KINDS)
+SIGMOID = small_spec(
+    hidden_size=64,
+    vocab_size=13,
+    qk_norm=True,
+    qk_norm_over="projection",
+    layers=TWO_LAYERS,
+    moe={
+        **{"scoring": "sigmoid", "choice_bias": True, "router_bias": True, "router_scale": 0.5},
+        **{"norm_topk_eps": 1e-3, "routed_scaling_factor": 2.5},
+    },
+)
 # Layout and blocks: more and fewer of them than there are rows, heads or experts to share.
 MODELS = {
-    "smallest": (cuda_layout(small_spec(hidden_size=64, vocab_size=13, layers=TWO_LAYERS)), 3),
+    "smallest, routed as MiniMax-M2": (cuda_layout(SIGMOID), 3),
     "every option": (
         cuda_layout(
-            small_spec(hidden_size=576, qk_norm=True, qkv_bias=True, o_bias=True, layers=TWO_LAYERS),
+            small_spec(
+                hidden_size=576,
+                qk_norm=True,
+                qkv_bias=True,
+                o_bias=True,
+                attention_sinks=True,
+                layers=TWO_LAYERS,
+                moe={
+                    **{"router_bias": True, "expert_bias": True, "routed_scaling_factor": 1.5},
+                    "swiglu": SwigluSpec(alpha=1.702, limit=0.7, up_offset=1.0),  # so that much is beyond the limit
+                },
+            ),
             "f32",
             attention="fp8",
             lm_head="fp8",

@@ -20,6 +20,7 @@ from mkpack.spec import LayerSpec, RopeSpec, SwigluSpec
 LIMITS = Limits(context=1000, tokens_per_step=16)
 SECTIONS = ["dense", "head", "experts", "expert_scales", "routers", "embedding", "norms"]
 MOE = LayerSpec(moe=True)
+CLAMPED = SwigluSpec(alpha=1.7, limit=7.0, up_offset=1.0)
 
 
 def test_the_shape_of_qwen3_30b():
@@ -36,6 +37,23 @@ def test_the_shape_of_qwen3_30b():
         (small_spec(hidden_size=576, head_dim=128, num_attention_heads=16, num_key_value_heads=1), "bf16", {}),
         (small_spec(hidden_size=2880, moe={"num_experts": 512, "top_k": 16, "intermediate_size": 2880}), "bf16", {}),
         (small_spec(qkv_bias=True, o_bias=True, moe={"norm_topk_prob": False}), "bf16", {"attention": "fp8"}),
+        (
+            small_spec(attention_sinks=True, moe={"expert_bias": True, "router_bias": True, "swiglu": CLAMPED}),
+            "bf16",
+            {},
+        ),
+        (
+            small_spec(
+                qk_norm=True,
+                qk_norm_over="projection",
+                moe={
+                    **{"scoring": "sigmoid", "choice_bias": True, "router_scale": 0.5},
+                    **{"norm_topk_eps": 1e-15, "routed_scaling_factor": 2.5},
+                },
+            ),
+            "f32",
+            {},
+        ),
         (
             small_spec(tie_word_embeddings=True, layers=[LayerSpec(moe=True, sliding_window=5)]),
             "f32",
@@ -74,14 +92,8 @@ def test_other_shapes_are_taken(spec, router_format, precision):
             "num_experts * top_k is 16384, the kernel takes at most 8192",
         ),
         ({"moe": {"intermediate_size": 96}}, "moe intermediate_size is 96, the kernel takes multiples of 64"),
-        ({"moe": {"scoring": "sigmoid"}}, "moe scoring is sigmoid, the kernel takes softmax"),
-        ({"moe": {"choice_bias": True}}, "moe choice_bias is True, the kernel takes False"),
-        (
-            {"moe": {"swiglu": SwigluSpec(alpha=1.7, limit=7.0, up_offset=1.0)}},
-            "moe swiglu is given, the kernel takes none",
-        ),
-        ({"attention_sinks": True}, "attention_sinks is True, the kernel takes False"),
-        ({"qk_norm_over": "projection"}, "qk_norm_over is projection, the kernel takes head"),
+        ({"moe": {"choice_bias": True}}, "moe choice_bias is True, the kernel takes False where scoring is softmax"),
+        ({"moe": {"norm_topk_eps": 1e-9}}, "moe norm_topk_eps is 1e-09, the kernel takes 0.0 where scoring is softmax"),
         ({"moe": {"hidden_size": 96}}, "moe hidden_size is 96, the kernel takes multiples of 64"),
         (
             {"layers": (MOE, LayerSpec(moe=False)), "dense_intermediate_size": 68},
@@ -102,10 +114,13 @@ def test_a_feature_that_is_new_to_the_spec_is_refused():
     spec = small_spec()
     taken = {
         "": {
-            *("attention_gate", "attention_out_norm", "centered_norms", "embed_norm", "logit_scale", "logit_softcap"),
-            *("qk_norm_weight", "qk_scale", "rope", "sandwich", "sliding_window"),
+            *("attention_gate", "attention_out_norm", "attention_sinks", "centered_norms", "embed_norm", "logit_scale"),
+            *("logit_softcap", "qk_norm_over", "qk_norm_weight", "qk_scale", "rope", "sandwich", "sliding_window"),
         },
-        "moe ": {"expert_norm_eps", "hidden_size"},
+        "moe ": {
+            *("choice_bias", "expert_bias", "expert_norm_eps", "hidden_size", "norm_topk_eps", "routed_scaling_factor"),
+            *("router_bias", "router_scale", "scoring", "swiglu"),
+        },
     }
     assert not step_only(spec)
     for part, prefix in ((spec, ""), (spec.moe, "moe "), (spec.layers[0], "")):
@@ -255,6 +270,7 @@ def test_the_header_describes_the_model(target):
     }
     for name, value in flags.items():
         assert f"constexpr bool k{name} = {['false', 'true'][value]};" in header
+    assert "constexpr bool kStepOnly = true;" in header  # the window
     for name in ("dense", "dense_scales", "norms"):
         assert f"constexpr uint64_t {name}_at = {layout.offset(name)};" in header
     assert "constexpr uint64_t head_scales_at = 0;" in header

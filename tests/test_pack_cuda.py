@@ -48,6 +48,20 @@ LAYOUTS = {
         small_spec(hidden_size=192, vocab_size=101, tie_word_embeddings=True, o_bias=True, moe={"top_k": 1}),
         lm_head="fp8",
     ),
+    "biases of everything": cuda_layout(
+        small_spec(
+            hidden_size=64,
+            num_attention_heads=6,
+            qkv_bias=True,
+            o_bias=True,
+            attention_sinks=True,
+            layers=TWO_LAYERS,
+            moe={"num_experts": 5, "router_bias": True, "choice_bias": True, "scoring": "sigmoid", "expert_bias": True},
+        ),
+    ),
+    "norms over all heads": cuda_layout(
+        small_spec(qk_norm=True, qk_norm_over="projection", layers=2, moe={"choice_bias": True, "scoring": "sigmoid"})
+    ),
     "fp8 attention": cuda_layout(
         small_spec(hidden_size=2112, vocab_size=72, qk_norm=True, moe={"intermediate_size": 192}), attention="fp8"
     ),
@@ -55,6 +69,10 @@ LAYOUTS = {
     "Muse Spark, fp8": cuda_layout(muse_spec(hidden_size=2112), attention="fp8", dense="fp8"),
     "dense layers": cuda_layout(small_spec(layers=(LayerSpec(moe=False), *TWO_LAYERS), dense_intermediate_size=200)),
 }
+VECTORS = (
+    *("attn_norm", "mlp_norm", "q_norm", "k_norm", "q_bias", "o_bias"),
+    *("sinks", "router_bias", "choice_bias", "gate_up_bias", "down_bias"),
+)
 Model = list[tuple[str, QTensor]]  # in canonical order; what a tied head is stored as comes last, as "embed" again
 
 
@@ -104,7 +122,7 @@ def test_tensors_come_back_bit_for_bit(layout, tmp_path):
 @st.composite
 def layouts(draw) -> CudaLayout:
     attention, head = (draw(st.sampled_from(["bf16", "fp8"])) for _ in range(2))
-    flags = ("qk_norm", "qkv_bias", "o_bias", "tie_word_embeddings")
+    flags = ("qk_norm", "qkv_bias", "o_bias", "tie_word_embeddings", "attention_sinks")
     spec = small_spec(
         hidden_size=draw(st.sampled_from([64, 128, 192, 576, 1088])),
         head_dim=draw(st.sampled_from([64, 128])),
@@ -112,7 +130,11 @@ def layouts(draw) -> CudaLayout:
         num_key_value_heads=draw(st.sampled_from([1, 2, 4])),
         vocab_size=draw(st.sampled_from([1, 7, 8, 67, 257])),
         layers=draw(st.integers(1, 2)),
-        moe={"num_experts": 2, "intermediate_size": draw(st.sampled_from([64, 192, 2112]))},
+        moe={
+            "num_experts": 2,
+            "intermediate_size": draw(st.sampled_from([64, 192, 2112])),
+            "expert_bias": draw(st.booleans()),
+        },
         **{flag: draw(st.booleans()) for flag in flags},
     )
     return cuda_layout(spec, draw(st.sampled_from(["bf16", "f32"])), attention=attention, lm_head=head)
@@ -138,7 +160,17 @@ def test_order_and_threads_do_not_matter(layout, tmp_path):
 
 @pytest.mark.parametrize(
     "name",
-    ["layers.0.q_bias", "nothing", "layers.x.q", "layers.1.q", "layers.0.experts.3.up", "layers.0.experts.0.q"],
+    [
+        "layers.0.q_bias",
+        "layers.0.sinks",
+        "layers.0.gate_up_bias",
+        "layers.0.experts.0.gate_bias",
+        "nothing",
+        "layers.x.q",
+        "layers.1.q",
+        "layers.0.experts.3.up",
+        "layers.0.experts.0.q",
+    ],
 )
 def test_unknown_tensors(name, tmp_path):
     layout = cuda_layout(small_spec(layers=1))
@@ -199,7 +231,7 @@ def given_bytes(q: QTensor) -> bytes:
 
 def test_sizes_equal_those_of_the_kernel(layout, twins):
     found = dict(line.split() for line in twins(layout)("sizes").decode().splitlines())
-    vectors = {name: layout.vectors[name][0] for name in ("attn_norm", "mlp_norm", "q_norm", "k_norm", "q_bias")}
+    vectors = {name: layout.vectors[name][0] for name in VECTORS}
     expected = {
         "qkv_bytes": layout.qkv_bytes,
         "dense_layer_bytes": layout.dense_layer_bytes,
@@ -211,7 +243,6 @@ def test_sizes_equal_those_of_the_kernel(layout, twins):
         "router_bytes": layout.router_bytes,
         "norm_layer": layout.norm_layer,
         **vectors,
-        "o_bias": layout.vectors["o_bias"][0],
         "pair_tile": tile_bytes(layout.expert_hidden),
         "down_tile": tile_bytes(layout.spec.moe.intermediate_size),
         "qkv_rows": layout.qkv_rows,

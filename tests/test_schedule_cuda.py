@@ -71,9 +71,14 @@ def shapes(draw):
         attention_gate=draw(st.booleans()),
         embed_norm=draw(st.booleans()),
         qk_norm=draw(st.booleans()),
+        qk_norm_over=draw(st.sampled_from(["head", "projection"])),
         qkv_bias=draw(st.booleans()),
         o_bias=draw(st.booleans()),
+        attention_sinks=draw(st.booleans()),
         moe={
+            **({"scoring": "sigmoid", "choice_bias": True} if draw(st.booleans()) else {}),
+            "router_bias": draw(st.booleans()),
+            "expert_bias": draw(st.booleans()),
             "num_experts": experts,
             "top_k": draw(st.integers(1, min(experts, 32))),
             "intermediate_size": 64 * draw(st.integers(1, 40)),
@@ -143,6 +148,9 @@ def test_the_bytes_of_a_step_are_those_of_the_blob(layout):
     stored = sum(s.nbytes for s in layout.sections if s.name != "embedding")
     assert step_bytes(spec, found, experts=spec.moe.num_experts) == pytest.approx(stored)
     experts = sum(s.nbytes for s in layout.sections if s.name in ("experts", "expert_scales"))
+    if spec.moe.expert_bias:
+        biases = 2 * spec.moe.intermediate_size + layout.expert_hidden
+        experts += layout.moe_layers() * spec.moe.num_experts * biases * 4
     chosen = distinct_experts(spec.moe.num_experts, spec.moe.top_k, 3)
     least = stored - experts + experts * chosen / spec.moe.num_experts
     assert step_bytes(spec, found, 3) == pytest.approx(least)

@@ -164,15 +164,23 @@ constexpr int64_t kRouterBytes = (int64_t)kExperts * kHidden * (kRouterF32 ? 4 :
 
 // ---- vectors: float32, layer after layer, then the final norm ------------------------------------------------------
 constexpr int kNormInput = 0, kNormPost = kHidden;
-constexpr int kQkNormSize = kQkNorm && kQkNormWeight ? kHeadDim : 0;
-constexpr int kNormQ = 2 * kHidden, kNormK = kNormQ + kQkNormSize;
-constexpr int kBiasQkv = kNormK + kQkNormSize, kBiasOut = kBiasQkv + (kQkvBias ? kGateAt : 0);
-constexpr int kGateAttention = kBiasOut + (kOutBias ? kHidden : 0), kSandwichSize = kSandwich ? kHidden : 0;
+MK_HD int vector_floats(int n) { return ceil_div(n, 4) * 4; }  // each begins at a multiple of 16 bytes
+constexpr bool kQkNormVectors = kQkNorm && kQkNormWeight;
+constexpr int kNormQ = 2 * kHidden, kNormK = kNormQ + (!kQkNormVectors ? 0 : kQkNormOverProjection ? kQRows : kHeadDim);
+constexpr int kBiasQkv = kNormK + (!kQkNormVectors ? 0 : kQkNormOverProjection ? kKvRows : kHeadDim);
+constexpr int kBiasOut = kBiasQkv + (kQkvBias ? kGateAt : 0), kSinks = kBiasOut + (kOutBias ? kHidden : 0);
+constexpr int kGateAttention = kSinks + (kAttentionSinks ? vector_floats(kHeads) : 0), kSandwichSize = kSandwich ? kHidden : 0;
 constexpr int kNormMlpOut = kGateAttention + kSandwichSize, kGateMlp = kNormMlpOut + kSandwichSize;
 // What only layers with experts have comes last: dense layers are shorter.
 constexpr int kNormPre = kGateMlp + kSandwichSize, kNormExpert = kNormPre + kNarrowHidden;
-constexpr int kNormLayer = kNormExpert + kNarrowHidden, kNormMoeOnly = kNormLayer - kNormPre;
+constexpr int kBiasRouter = kNormExpert + kNarrowHidden;
+constexpr int kBiasChoice = kBiasRouter + (kRouterBias ? vector_floats(kExperts) : 0);
+// Of every expert those of its gate and up, then of every expert those of its down projection.
+constexpr int kBiasPair = kBiasChoice + (kChoiceBias ? vector_floats(kExperts) : 0);
+constexpr int kBiasDown = kBiasPair + (kExpertBias ? kExperts * 2 * kMoeIntermediate : 0);
+constexpr int kNormLayer = kBiasDown + (kExpertBias ? kExperts * kExpertHidden : 0), kNormMoeOnly = kNormLayer - kNormPre;
 constexpr int64_t kNorms = (int64_t)kLayers * kNormLayer - (int64_t)kDenseCount * kNormMoeOnly + kHidden;
+static_assert((int64_t)(kLayers + 1) * kNormLayer < 1ll << 31, "vectors are counted in 32 bits");
 
 // ---- KV cache: tiles of 16 positions, K then V, both in MMA fragment order ------------------------------------------
 constexpr int kTile = 16, kTileBytes = kTile * kHeadDim * 2, kMaxTiles = kMaxContext / kTile;

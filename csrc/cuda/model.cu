@@ -23,8 +23,11 @@ static_assert(m::qkv_bytes == kQkvBytes && m::dense_layer_bytes == kDenseLayerBy
 static_assert(m::attn_norm_at == kNormInput && m::mlp_norm_at == kNormPost && m::q_norm_at == kNormQ &&
               m::k_norm_at == kNormK && m::q_bias_at == kBiasQkv &&
               m::k_bias_at == kBiasQkv + (kQkvBias ? kQRows : 0) &&
-              m::v_bias_at == kBiasQkv + (kQkvBias ? kQRows + kKvRows : 0) && m::o_bias_at == kBiasOut && m::attn_residual_gate_at == kGateAttention && m::mlp_out_norm_at == kNormMlpOut &&
-              m::mlp_residual_gate_at == kGateMlp && m::pre_norm_at == kNormPre && m::expert_norm_at == kNormExpert);
+              m::v_bias_at == kBiasQkv + (kQkvBias ? kQRows + kKvRows : 0) && m::o_bias_at == kBiasOut &&
+              m::sinks_at == kSinks && m::attn_residual_gate_at == kGateAttention && m::mlp_out_norm_at == kNormMlpOut &&
+              m::mlp_residual_gate_at == kGateMlp && m::pre_norm_at == kNormPre && m::expert_norm_at == kNormExpert &&
+              m::router_bias_at == kBiasRouter && m::choice_bias_at == kBiasChoice && m::gate_up_bias_at == kBiasPair &&
+              m::down_bias_at == kBiasDown);
 // Every section is as large as the kernel believes, and ends before the next begins.
 constexpr bool sections_fit() {
   constexpr uint64_t layers = kLayers, vocab = kVocab, hidden = kHidden;

@@ -80,7 +80,8 @@ __device__ __forceinline__ void prepare_unit(const StepBlock& b, int kv_head, in
       for (int i = 0; i < kRun; i++) turn[i] = __ldg(table + d + i);
     if constexpr (kQkNorm) {
       const float* weights = b.vectors() + (is_query ? kNormQ : kNormK) + d;
-      float u[kRun], w[kRun], squares = 0;
+      if constexpr (kQkNormOverProjection) weights += (is_query ? head : kv_head) * kHeadDim;
+      float u[kRun], w[kRun], squares = 0, r;
       if constexpr (kQkNormWeight) {
         load_run(u, weights, true);
         load_run(w, weights + kHeadDim / 2, true);
@@ -88,11 +89,15 @@ __device__ __forceinline__ void prepare_unit(const StepBlock& b, int kv_head, in
 #pragma unroll
         for (int i = 0; i < kRun; i++) u[i] = w[i] = 1.f;
       }
+      if constexpr (kQkNormOverProjection) {
+        r = b.qk_rms(!is_query)[token];
+      } else {
 #pragma unroll
-      for (int i = 0; i < kRun; i++) squares += x[i] * x[i] + y[i] * y[i];
+        for (int i = 0; i < kRun; i++) squares += x[i] * x[i] + y[i] * y[i];
 #pragma unroll
-      for (int o = 8; o; o >>= 1) squares += __shfl_xor_sync(~0u, squares, o);
-      const float r = rsqrtf(squares / kHeadDim + kRmsEps);
+        for (int o = 8; o; o >>= 1) squares += __shfl_xor_sync(~0u, squares, o);
+        r = rsqrtf(squares / kHeadDim + kRmsEps);
+      }
 #pragma unroll
       for (int i = 0; i < kRun; i++)
         if (!is_value) x[i] *= r * u[i], y[i] *= r * w[i];
@@ -313,8 +318,35 @@ __device__ __forceinline__ void merge_shares(const StepBlock& b, float* out, flo
   }
 }
 
+// 1/rms of every token's q and k over all heads, by one warp a token; a team_sync must follow. Shares of row units add up to
+// those of heads, and these in the order of the heads.
+__device__ __forceinline__ void load_qk_rms(const StepBlock& b) {
+  if (b.warp >= b.tokens()) return;
+  constexpr int kPerHead = kHeadDim / kPageRows;
+#pragma unroll 1
+  for (int keys = 0; keys < 2; keys++) {
+    const float* squares = b.qk_squares() + b.warp * kQkUnits + (keys ? kQRows / kPageRows : 0);
+    const int heads = keys ? kKvHeads : kHeads;
+    float all = 0;
+#pragma unroll 1
+    for (int first = 0; first < heads; first += 32) {
+      float sum = 0;
+      if (first + b.lane() < heads)
+#pragma unroll
+        for (int i = 0; i < kPerHead; i++) sum += __ldcg(squares + (first + b.lane()) * kPerHead + i);
+#pragma unroll 4
+      for (int i = 0; i < min(32, heads - first); i++) all += __shfl_sync(~0u, sum, i);
+    }
+    if (b.lane() == 0) b.qk_rms(keys)[b.warp] = rsqrtf(all / (heads * kHeadDim) + kRmsEps);
+  }
+}
+
 __device__ __forceinline__ void step_attention(StepBlock& b, StepRing& ring) {
   b.stamp(kPhaseAttention, 0);
+  if constexpr (kQkNorm && kQkNormOverProjection) {
+    load_qk_rms(b);
+    team_sync<kTeam>();
+  }
 #pragma unroll 1
   for (int unit = b.sm(); unit < kKvHeads * step_splits(b); unit += kGrid) {
     prepare_unit(b, unit / step_splits(b), unit % step_splits(b), step_splits(b));
@@ -361,8 +393,14 @@ __device__ __forceinline__ void step_combine(StepBlock& b) {
     float top = mine.x;
 #pragma unroll
     for (int o = 16; o; o >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, o));
+    float sink = 0;  // its share of the sum; it has no value
+    if constexpr (kAttentionSinks) {
+      const float score = __ldg(b.vectors() + kSinks + head) * 1.4426950408889634f;
+      top = fmaxf(top, score);
+      sink = exp2_approx(score - top);
+    }
     const float f = mine.x == -INFINITY ? 0.f : exp2_approx(mine.x - top);
-    const float inverse = __fdividef(1.f, warp_sum(f * mine.y));
+    const float inverse = __fdividef(1.f, kAttentionSinks ? warp_sum(f * mine.y) + sink : warp_sum(f * mine.y));
     float v[kLane] = {};
     const float* src = b.p.partial + ((int64_t)unit * kAttentionRows + row) * kHeadDim + b.lane() * kLane;
 #pragma unroll 4

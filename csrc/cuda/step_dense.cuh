@@ -99,11 +99,15 @@ __device__ __forceinline__ void dense_product(const StepBlock& b, StepRing& ring
     if (first + kDenseChunk < units) team_sync<kTeam>();
   }
 }
-// Sum over the warps of one output of the chunk: row of the chunk, token. The order is that of decode_kernel.
+// Where the first warp's part of one output of the chunk lies: row of the chunk, token.
+template <int kTiles>
+__device__ __forceinline__ float* output_place(const StepBlock& b, int row, int token) {
+  return b.scratch<float>() + (row / kPageRows * kWarps * kPageRows + row % kPageRows) * 8 * kTiles + token;
+}
+// Sum over the warps of one output of the chunk. The order is that of decode_kernel.
 template <int kTiles>
 __device__ __forceinline__ float output_sum(const StepBlock& b, int row, int token) {
-  const float* part =
-      b.scratch<float>() + (row / kPageRows * kWarps * kPageRows + row % kPageRows) * 8 * kTiles + token;
+  const float* part = output_place<kTiles>(b, row, token);
   float quarter[4];
 #pragma unroll
   for (int q = 0; q < 4; q++) {
@@ -167,7 +171,17 @@ __device__ __forceinline__ void step_qkv(StepBlock& b, StepRing& ring) {
         y += __ldg(b.vectors() + kBiasQkv + out);
       }
       b.p.qkv[token * kQkvRows + out] = y;
+      if constexpr (kQkNorm && kQkNormOverProjection) *output_place<kTiles>(b, row, token) = y * y;
     });
+    if constexpr (kQkNorm && kQkNormOverProjection) {
+      team_sync<kTeam>();
+      const int unit = b.tid / (8 * kTiles), token = b.tid % (8 * kTiles);
+      if (unit < count && u0 + first + unit < kQkUnits && token < b.tokens()) {
+        float sum = 0;
+        for (int row = 0; row < kPageRows; row++) sum += *output_place<kTiles>(b, unit * kPageRows + row, token);
+        b.qk_squares()[token * kQkUnits + u0 + first + unit] = sum;
+      }
+    }
   });
   b.stamp(kPhaseQkv, 3);
   b.meet();

@@ -15,6 +15,17 @@ __device__ __forceinline__ void copy_input(const StepBlock& b) {
   }
 }
 
+constexpr bool kPlainLogits = !kRouterBias && kRouterScale == 1.f && !kSigmoidScores;
+// What is chosen by, of a router's product: the logit, or its sigmoid. As on CPUs every operation is rounded once; the sigmoid
+// is taken in double.
+__device__ __forceinline__ float router_score(const StepBlock& b, int expert, float logit) {
+  if constexpr (kRouterBias)
+    logit = __fadd_rn(logit, __ldg(b.vectors() + kBiasRouter + expert));
+  if constexpr (kRouterScale != 1.f) logit = __fmul_rn(logit, kRouterScale);
+  if constexpr (kSigmoidScores) return (float)(1.0 / (1.0 + exp(-(double)logit)));
+  return __fadd_rn(logit, 0.f);  // the choice orders bits, where negative zero would not be equal to zero
+}
+
 // Router logits. An item is up to four tokens and as many experts as there are groups of four tokens, so there are about as
 // many items as experts. Warp w multiplies one sixteenth of the columns; the sixteen sums are added in order.
 __device__ __forceinline__ void step_router(StepBlock& b) {
@@ -66,7 +77,8 @@ __device__ __forceinline__ void step_router(StepBlock& b) {
       float sum = 0;
       for (int w = 0; w < kWarps; w++) sum += b.s.router_dot[b.tid][w];
       const int token = first + b.tid % 4;
-      b.p.router_logits[token * kExperts + e0 + b.tid / 4] = sum * b.s.rms[token];
+      if constexpr (!kPlainLogits) sum = router_score(b, e0 + b.tid / 4, sum * b.s.rms[token]);
+      b.p.router_logits[token * kExperts + e0 + b.tid / 4] = kPlainLogits ? sum * b.s.rms[token] : sum;
     }
     if (item + kGrid < items) team_sync<kTeam>();
   }
@@ -75,7 +87,8 @@ __device__ __forceinline__ void step_router(StepBlock& b) {
   b.meet();
 }
 
-// Every SM chooses for itself: warp t the experts of token t, largest logit first, ties to the lower expert.
+// Every SM chooses for itself: warp t the experts of token t, largest logit first, ties to the lower expert. Of sigmoids the
+// score with its bias decides, and weights are the scores without.
 __device__ __forceinline__ void choose_for_token(const StepBlock& b) {
   constexpr int kPerLane = ceil_div(kExperts, 32);
   uint32_t key[kPerLane];
@@ -84,10 +97,13 @@ __device__ __forceinline__ void choose_for_token(const StepBlock& b) {
   for (int i = 0; i < kPerLane; i++) {
     const int e = b.lane() + 32 * i;
     const float logit = e < kExperts ? __ldcg(b.p.router_logits + b.warp * kExperts + e) : -INFINITY;
-    key[i] = e < kExperts ? order_key(__float_as_uint(logit)) : 0;
+    float choice = logit;
+    if constexpr (kChoiceBias)
+      if (e < kExperts) choice = __fadd_rn(logit, __ldg(b.vectors() + kBiasChoice + e));
+    key[i] = e < kExperts ? order_key(__float_as_uint(choice)) : 0;
     top = fmaxf(top, logit);
   }
-  if constexpr (!kNormTopkProb) {
+  if constexpr (!kNormTopkProb && !kSigmoidScores) {
 #pragma unroll
     for (int o = 16; o; o >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, o));
 #pragma unroll
@@ -111,14 +127,23 @@ __device__ __forceinline__ void choose_for_token(const StepBlock& b) {
     for (int i = 0; i < kPerLane; i++)
       if (expert == (uint32_t)(b.lane() + 32 * i)) key[i] = 0;
     if (b.lane() == k) {
-      mine = key_value(best);
+      mine = kChoiceBias ? __ldcg(b.p.router_logits + b.warp * kExperts + expert) : key_value(best);
       b.s.pair_expert[b.warp * kTopK + k] = (int16_t)expert;
     }
+  }
+  if constexpr (kSigmoidScores) {
+    float sum = 0;  // in the order of the ranks
+#pragma unroll
+    for (int k = 0; k < kTopK; k++) sum = __fadd_rn(sum, __shfl_sync(~0u, mine, k));
+    if constexpr (kNormTopkProb) mine = __fdiv_rn(mine, __fadd_rn(sum, kNormTopkEps));
+    if (b.lane() < kTopK) b.s.pair_weight[b.warp * kTopK + b.lane()] = __fmul_rn(mine, kRoutedScalingFactor);
+    return;
   }
   const float first = kNormTopkProb ? __shfl_sync(~0u, mine, 0) : top;
   const float weight = b.lane() < kTopK ? __expf(mine - first) : 0.f;
   if constexpr (kNormTopkProb) all = warp_sum(weight);
-  if (b.lane() < kTopK) b.s.pair_weight[b.warp * kTopK + b.lane()] = weight / all;
+  const float factor = kRoutedScalingFactor;
+  if (b.lane() < kTopK) b.s.pair_weight[b.warp * kTopK + b.lane()] = factor == 1.f ? weight / all : weight / all * factor;
 }
 
 // The experts that any token chose, and of each its pairs. Thread e looks after expert e, whose pairs are bits of its mask.
@@ -175,6 +200,14 @@ __device__ __forceinline__ void step_choose(StepBlock& b) {
   b.stamp(kPhaseChoose, 3);
 }
 
+// silu(gate) * up, or the clamped kind.
+__device__ __forceinline__ float swiglu(float gate, float up) {
+  if constexpr (!kClampedSwiglu) return __fdividef(gate, 1.f + __expf(-gate)) * up;
+  gate = fminf(gate, kSwigluLimit);
+  up = fminf(fmaxf(up, -kSwigluLimit), kSwigluLimit) + kSwigluUpOffset;
+  return __fdividef(gate, 1.f + __expf(-kSwigluAlpha * gate)) * up;
+}
+
 // A lane's columns of one chunk of one token: 16 of them, 32 bytes.
 struct ChunkInput {
   uint4 a, b;
@@ -196,6 +229,11 @@ __device__ __forceinline__ void step_pair(StepBlock& b, StepRing& ring) {
     const int index = (u0 + j) / kPairUnits, unit = (u0 + j) % kPairUnits;
     const int first = b.s.list_start[index], pairs = b.s.list_start[index + 1] - first;
     const float4 scale = __ldg(b.p.expert_scales + b.moe_layer() * kExperts + b.s.active[index]);
+    float gate_bias = 0, up_bias = 0;  // of the row that this thread will finish
+    if constexpr (kExpertBias) {
+      const float* bias = b.vectors() + kBiasPair + b.s.active[index] * 2 * kMoeIntermediate + 8 * unit + b.lane() % 8;
+      gate_bias = __ldg(bias), up_bias = __ldg(bias + kMoeIntermediate);
+    }
 #pragma unroll 1
     for (int pass = 0; pass < pairs; pass += 8) {  // eight tokens of this expert at a time
       const bool valid = pass + g < pairs;
@@ -245,7 +283,8 @@ __device__ __forceinline__ void step_pair(StepBlock& b, StepRing& ring) {
         const int pair = b.s.list[first + pass + column];
         const float rms = b.s.rms[pair / kTopK] * kNvfp4Scale;
         gate *= scale.x * rms, up *= scale.y * rms;
-        const float h = __fdividef(gate, 1.f + __expf(-gate)) * up;
+        if constexpr (kExpertBias) gate += gate_bias, up += up_bias;
+        const float h = swiglu(gate, up);
         b.p.swiglu[pair * kMoeIntermediate + 8 * unit + r] = (uint16_t)pack_bf16x2(h, 0.f);
       }
       buffer ^= 1;
@@ -349,6 +388,13 @@ __device__ __forceinline__ void step_down(StepBlock& b, StepRing& ring) {
     const int first = index < 0 ? 0 : b.s.list_start[index], pairs = index < 0 ? 0 : b.s.list_start[index + 1] - first;
     const float scale =
         index < 0 ? 0.f : __ldg(&b.p.expert_scales[b.moe_layer() * kExperts + b.s.active[index]].z) * kNvfp4Scale;
+    float bias[2] = {};  // of rows g and g + 8, in one of the parts that are added up
+    if constexpr (kExpertBias)
+      if (index >= 0 && page == 0 && part == 0) {
+        const float* of = b.vectors() + kBiasDown + b.s.active[index] * kExpertHidden +
+                          (b.first_down_unit() + n / per_unit) * kUnitRows + g;
+        bias[0] = __ldg(of), bias[1] = __ldg(of + 8);
+      }
     load(n, 0, kDownAhead, kDownHeld);
     ring.n = start + n;
     ring.wait_full();
@@ -381,6 +427,11 @@ __device__ __forceinline__ void step_down(StepBlock& b, StepRing& ring) {
                        n / per_unit * kUnitRows + g;
           out[0] = (acc[0][k] + acc[1][k]) * weight;
           out[8] = (acc[0][k + 2] + acc[1][k + 2]) * weight;
+          if constexpr (kExpertBias) {
+            const float share = kNarrow ? 1.f : b.s.pair_weight[pair];
+            out[0] += share * bias[0];
+            out[8] += share * bias[1];
+          }
         }
       }
     }

@@ -10,7 +10,8 @@ from abc import ABC, abstractmethod
 from dataclasses import replace
 from typing import Any
 
-from mkpack.layout_cuda import OWNED_ROWS, PAGE_ROWS, CudaLayout, matrix_bytes
+from mkpack.layout import align
+from mkpack.layout_cuda import OWNED_ROWS, PAGE_ROWS, VECTOR_FLOATS, CudaLayout, matrix_bytes
 from mkpack.schedule.ir import Buffer, Feed, Items, Load, Machine, Phase, Schedule
 from mkpack.schedule.shape import Shape, pages, tile_pages
 
@@ -147,8 +148,11 @@ class Kernel(ABC):
 
     def vectors(self, i: int, *names: str) -> tuple[Load, ...]:
         """Vectors of a layer's part of the norms. Behind the last layer's lies the final norm, as its attn_norm."""
-        places, layer = self.layout.vectors, self.layout.vectors_at(i)
-        return tuple(Load("norms", 4 * (layer + places[n][0]), 4 * places[n][1]) for n in names)
+        found = ((n, *self.layout.vectors[n]) for n in names)
+        layer, of_experts = self.layout.vectors_at(i), ("gate_up_bias", "down_bias")
+        return tuple(
+            Load("norms", 4 * (layer + at), 4 * align(size, VECTOR_FLOATS), n in of_experts) for n, at, size in found
+        )
 
     def row_scales(self, i: int, first: int, rows: int) -> Load:
         """Scales of rows of fp8 matrices of a layer; of no bytes where there are none."""

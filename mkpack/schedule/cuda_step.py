@@ -21,6 +21,10 @@ class Step(Kernel):
         self.tokens = s.step_tokens
         self.units, self.rows = s.kv_heads * s.max_splits, ceil_div(MAX_TOKENS * s.group, 16) * 16
         self.owned_rows, self.down_rows = s.owned_units * OWNED_ROWS, s.down_owned * OWNED_ROWS
+        # Norms of q and k over all heads: every row unit's share of the sum of squares, 1/rms of both.
+        whole = self.spec.qk_norm and self.spec.qk_norm_over == "projection"
+        self.qk_squares = (Use("qk_squares", self.tokens * s.qk_units),) if whole else ()
+        self.qk_rms = (Use("qk_rms", 2 * self.tokens),) if whole else ()
 
     def machine(self) -> Machine:
         return self.shape.step_machine()
@@ -35,6 +39,7 @@ class Step(Kernel):
             Buffer("router_input", "the same", most * s.hidden, "step"),
             Buffer("squares", "every owner's share of the sum of squares", most * s.grid, "step"),
             Buffer("qkv", "queries, keys and values as projected", most * self.layout.qkv_rows, "layer"),
+            Buffer("qk_squares", "shares of the sums of squares of q and k", most * s.qk_units, "layer"),
             Buffer("cache", "keys and values", self.cache(), "model", "bfloat16", per_layer=True),
             Buffer("partial", "of a KV split: weighted values", self.units * self.rows * s.head_dim, "layer"),
             Buffer("partial_sums", "of a KV split: maxima and sums", self.units * self.rows * 2, "layer"),
@@ -53,6 +58,7 @@ class Step(Kernel):
             Buffer("shared_token", "the token drawn, and what the host says", 2, "step", "int32"),
             Buffer("residual", "hidden rows of this SM", most * self.owned_rows, "step", scope="private"),
             Buffer("rms", "1/rms of the phase's input", most, "layer", scope="private"),
+            Buffer("qk_rms", "1/rms of q and of k", 2 * most, "layer", scope="private"),
             Buffer("input", "input of gate_up", self.tokens * (s.expert_hidden + 8), "layer", "bfloat16", "private"),
             # Of every pair expert, weight and place in the list; of every expert its number and its first pair.
             Buffer("choice", "chosen experts, their tokens", 3 * pairs + 2 * s.experts + 1, "layer", scope="private"),
@@ -166,7 +172,7 @@ class Step(Kernel):
                 *self.vectors(i, "q_bias", "k_bias", "v_bias"),
                 self.row_scales(i, 0, self.layout.qkv_rows),
                 reads=(hidden, squares, rms),
-                writes=(rms, qkv),
+                writes=(rms, qkv, *self.qk_squares),
                 waits=(Wait(before),),
             ),
             self.phase(
@@ -175,8 +181,8 @@ class Step(Kernel):
                 Items(s.kv_heads, "KV head", "split of the cache"),
                 self.cache_feed(),
                 *self.vectors(i, "q_norm", "k_norm"),
-                reads=(qkv,),
-                writes=partial,
+                reads=(qkv, *self.qk_squares, *self.qk_rms),
+                writes=(*self.qk_rms, *partial),
                 updates=(Use("cache", self.cache()),),
                 waits=(Wait(p + "qkv"),),
             ),
@@ -184,6 +190,7 @@ class Step(Kernel):
                 "combine",
                 i,
                 Items(self.spec.num_attention_heads, "query head", "token"),
+                *self.vectors(i, "sinks"),
                 reads=(*partial, qkv) if self.spec.attention_gate else partial,
                 writes=(attention,),
                 waits=(Wait(p + "attention"),),
@@ -270,7 +277,7 @@ class Step(Kernel):
                 i,
                 rows,
                 self.down(i, s.down_pack),
-                *self.vectors(i, "expert_norm"),
+                *self.vectors(i, "down_bias", "expert_norm"),
                 routed=True,
                 reads=(swiglu, choice),
                 writes=(products, squares),
@@ -307,6 +314,7 @@ class Step(Kernel):
                 i,
                 Items(s.owners, "hidden rows of an SM, all experts"),
                 self.down(i, s.down_pack),
+                *self.vectors(i, "down_bias"),
                 next_norm=self.vectors(i + 1, "attn_norm")[0],
                 routed=True,
                 reads=(swiglu, choice),
@@ -320,6 +328,7 @@ class Step(Kernel):
                 i,
                 Items(s.experts, "expert"),
                 self.of_layer("routers", i),
+                *self.vectors(i, "router_bias"),
                 reads=(router_input, rms) if s.narrow else (hidden, router_input, squares, rms),
                 writes=(logits,) if s.narrow else (x, rms, logits),
                 waits=(Wait(before),),
@@ -328,6 +337,7 @@ class Step(Kernel):
                 "choose",
                 i,
                 Items(1, "top-k on every SM", "token"),
+                *self.vectors(i, "choice_bias"),
                 reads=(logits, *own) if s.narrow else (logits,),
                 writes=(choice, x, rms) if s.narrow else (choice,),
                 waits=(Wait(p + "router"),),
@@ -338,6 +348,7 @@ class Step(Kernel):
                 Items(s.pair_units, "8 rows of gate and of up", "active expert"),
                 self.gate_up(i, held=held, after=p + "choose"),
                 self.of_layer("expert_scales", i, routed=True),
+                *self.vectors(i, "gate_up_bias"),
                 routed=True,
                 reads=(x, rms, choice),
                 writes=(swiglu,),

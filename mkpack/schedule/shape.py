@@ -64,6 +64,7 @@ class Shape:
         self.owned_units = ceil_div(self.units, self.grid)
         self.owners = ceil_div(self.units, self.owned_units)
         self.qkv_units, self.head_units = layout.qkv_rows // PAGE_ROWS, layout.head_rows // PAGE_ROWS
+        self.qk_units = (self.q_rows + spec.kv_size) // PAGE_ROWS
         self.pair_units = self.inner // PAIR_ROWS
         self.narrow, self.expert_hidden, self.dense_inner = layout.narrow, layout.expert_hidden, layout.dense_inner
         self.down_units = self.expert_hidden // OWNED_ROWS

@@ -87,7 +87,8 @@ static std::vector<uint8_t> blob() {
     put_dense(dense, scales, kQRows + kKvRows, kKvRows, kHidden, kAttentionFp8);
     if (kAttentionGate) put_dense(dense, scales, kGateAt, kQRows, kHidden, kAttentionFp8);
     if (kQkvBias) vector(kBiasQkv, kGateAt);
-    if (kQkNorm && kQkNormWeight) vector(kNormQ, kHeadDim), vector(kNormK, kHeadDim);
+    if (kQkNorm && kQkNormWeight) vector(kNormQ, kNormK - kNormQ), vector(kNormK, kBiasQkv - kNormK);
+    if (kAttentionSinks) vector(kSinks, kHeads);
     put_dense(dense + kQkvBytes, scales + kQkvRows * sizeof(float), 0, kHidden, kQRows, kAttentionFp8);
     if (kOutBias) vector(kBiasOut, kHidden);
     if (kSandwich) vector(kGateAttention, kHidden);
@@ -102,10 +103,17 @@ static std::vector<uint8_t> blob() {
     } else {
       const std::vector<uint8_t> router = read_bytes(kRouterBytes);
       memcpy(at(m::routers_at, moe * kRouterBytes), router.data(), router.size());
-      if (kNarrow) matrix(0, 0, kNarrowHidden, kHidden), vector(kNormPre, kNarrowHidden);
+      if (kRouterBias) vector(kBiasRouter, kExperts);
+      if (kNarrow) matrix(0, 0, kNarrowHidden, kHidden);
+      if (kChoiceBias) vector(kBiasChoice, kExperts);
+      if (kNarrow) vector(kNormPre, kNarrowHidden);
       for (int expert = 0; expert < kExperts; expert++) {
         const uint64_t number = (uint64_t)moe * kExperts + expert;
         put_expert(at(m::experts_at, number * kExpertBytes), at(m::expert_scales_at, number * 4 * sizeof(float)));
+        if (!kExpertBias) continue;
+        vector(kBiasPair + expert * 2 * kMoeIntermediate, kMoeIntermediate);  // gate
+        vector(kBiasPair + (expert * 2 + 1) * kMoeIntermediate, kMoeIntermediate);
+        vector(kBiasDown + expert * kExpertHidden, kExpertHidden);
       }
       if (kNarrow) vector(kNormExpert, kNarrowHidden), matrix(kPreBytes, kNarrowHidden, kHidden, kNarrowHidden);
       moe++;
@@ -143,6 +151,11 @@ int main(int argc, char** argv) {
         {"k_norm", kNormK},
         {"q_bias", kBiasQkv},
         {"o_bias", kBiasOut},
+        {"sinks", kSinks},
+        {"router_bias", kBiasRouter},
+        {"choice_bias", kBiasChoice},
+        {"gate_up_bias", kBiasPair},
+        {"down_bias", kBiasDown},
         {"pair_tile", kPairTileBytes},
         {"down_tile", kDownTileBytes},
         {"qkv_rows", kQkvRows},

@@ -21,7 +21,7 @@ from mkpack.errors import InternalError, UserError
 from mkpack.layout_cuda import CudaLayout
 from mkpack.manifest import Limits
 from mkpack.pack_cuda import CudaBlobWriter
-from mkpack.spec import LayerSpec
+from mkpack.spec import LayerSpec, SwigluSpec
 
 WINDOWS = (LayerSpec(moe=True), LayerSpec(moe=True, sliding_window=7))
 
@@ -76,6 +76,41 @@ SMALL = {
         cuda_layout(cuda_spec(vocab_size=1021, layers=(LayerSpec(moe=True),) * 2, moe={"intermediate_size": 768})),
         37,
         (2, 16),
+    ),
+    "sinks, biases, clamped SwiGLU": Small(
+        cuda_layout(
+            small_spec(
+                hidden_size=2112,
+                qkv_bias=True,
+                o_bias=True,
+                attention_sinks=True,
+                layers=WINDOWS,
+                moe={
+                    **{"intermediate_size": 2112, "router_bias": True, "expert_bias": True},
+                    "swiglu": SwigluSpec(alpha=1.702, limit=0.7, up_offset=1.0),
+                },
+            )
+        ),
+        40,
+        (3, 8),
+    ),
+    "sigmoids, norms over all heads": Small(
+        cuda_layout(
+            small_spec(
+                head_dim=128,
+                num_attention_heads=12,
+                qk_norm=True,
+                qk_norm_over="projection",
+                vocab_size=313,  # of those that were tried the one where no token is close to another choice
+                moe={
+                    **{"num_experts": 8, "top_k": 3, "scoring": "sigmoid", "choice_bias": True},
+                    **{"norm_topk_eps": 1e-15, "routed_scaling_factor": 2.5},
+                },
+            ),
+            "f32",
+        ),
+        45,
+        (9,),
     ),
     "3000 positions": Small(
         cuda_layout(small_spec(hidden_size=64, vocab_size=61, layers=1, num_key_value_heads=4)), 3000, context=3072

@@ -257,6 +257,9 @@ __forceinline__ int __popc(uint32_t v) { return __builtin_popcount(v); }
 __forceinline__ float rsqrtf(float x) { return 1.f / sqrtf(x); }
 __forceinline__ float __expf(float x) { return expf(x); }
 __forceinline__ float __fdividef(float a, float b) { return a / b; }
+__forceinline__ float __fadd_rn(float a, float b) { return a + b; }
+__forceinline__ float __fmul_rn(float a, float b) { return a * b; }
+__forceinline__ float __fdiv_rn(float a, float b) { return a / b; }
 #define EMULATOR_MIN_MAX(T, A, B)                                          \
   constexpr T min(A a, B b) { return (T)a < (T)b ? (T)a : (T)b; }          \
   constexpr T max(A a, B b) { return (T)a < (T)b ? (T)b : (T)a; }
