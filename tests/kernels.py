@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -144,15 +144,6 @@ class Weights:
         return [np.memmap(path, np.uint8, mode="r") for path in paths]
 
 
-@contextmanager
-def compiled_fast() -> Iterator[None]:
-    """CPU kernels are compiled with less optimisation, in half the time. Every multiply-add is written out, so their
-    results are the same."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compile, "CPU_FLAGS", [f.replace("-O3", "-O1") for f in compile.CPU_FLAGS])
-        yield
-
-
 class Kernels:
     """Compiled kernels of this test session, by the text of their header: a compilation takes seconds."""
 
@@ -168,8 +159,9 @@ class Kernels:
     def path(self, layout: Layout, limits: Limits, target: str = TARGETS[0]) -> Path:
         return self.paths([(layout, limits, target)])[0]
 
-    def paths(self, wanted: Sequence[tuple[Layout, Limits, str]], fast: bool = True) -> list[Path]:
-        """Several at once, compiled side by side. fast: see compiled_fast(); else as a build does it."""
+    def paths(self, wanted: Sequence[tuple[Layout, Limits, str]], fast: bool = False) -> list[Path]:
+        """Several at once, compiled side by side. fast: less optimised; every multiply-add is written out, so the
+        results are the same."""
         units = {}
         for layout, limits, target in wanted:
             header = codegen.model_header(layout, limits, target)
@@ -177,7 +169,9 @@ class Kernels:
             units[name] = Unit(name, target, header)
         missing = [u for name, u in units.items() if not (self.folder / name / "kernel.so").exists()]
         if missing:
-            with compiled_fast() if fast else nullcontext():
+            with pytest.MonkeyPatch.context() as patch:
+                if fast:
+                    patch.setattr(compile, "CPU_FLAGS", [f.replace("-O3", "-O1") for f in compile.CPU_FLAGS])
                 compile.compile_kernels(missing, self.folder)
         return [self.folder / name / "kernel.so" for name in units]
 

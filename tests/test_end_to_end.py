@@ -5,11 +5,8 @@ Norm of the logits' error: the largest, over all positions, of ||found - expecte
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import builds
 import families
-import kernels
 import numpy as np
 import pytest
 
@@ -47,9 +44,7 @@ CASES = [
 @pytest.mark.parametrize(("case", "options", "keys"), CASES, ids=[case for case, _, _ in CASES])
 def test_tokens_of_an_artifact_are_those_of_transformers(tmp_path, case, options, keys):
     checkpoint = families.make_case(tmp_path / "checkpoint", case, **options)
-    recipe = builds.write_recipe(tmp_path / "recipe.yaml", checkpoint, **keys)
-    with nullcontext() if case.endswith("plain") else kernels.compiled_fast():
-        path = build(recipe, output=tmp_path)
+    path = build(builds.write_recipe(tmp_path / "recipe.yaml", checkpoint, **keys), output=tmp_path)
     reference = builds.oracle(path, checkpoint, tmp_path)
     prompt = np.random.default_rng(1).integers(0, reference.config.get_text_config().vocab_size, 21).tolist()
     with load(path, threads=2) as model:

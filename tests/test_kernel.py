@@ -77,7 +77,7 @@ def case_kernels(compiled):
         (layout, LIMITS, kernels.TARGETS[i // len(MIXES) % len(kernels.TARGETS)])
         for i, layout in enumerate(layouts.values())
     ]
-    return dict(zip(layouts, zip(layouts.values(), compiled.paths(wanted), strict=True), strict=True))
+    return dict(zip(layouts, zip(layouts.values(), compiled.paths(wanted, fast=True), strict=True), strict=True))
 
 
 @pytest.mark.parametrize("case", families.CASES)
@@ -113,7 +113,7 @@ RICH_MIX = precision("bf16", attention="fp8", experts="nvfp4", embeddings="nvfp4
 def rich(compiled, tmp_path_factory):
     """{tp: (layout, kernel, blobs)} of one model."""
     layouts = {tp: Layout(RICH, RICH_MIX, tp) for tp in (1, 2, 3, 6)}
-    paths = compiled.paths([(layout, LIMITS, kernels.TARGETS[0]) for layout in layouts.values()], fast=False)
+    paths = compiled.paths([(layout, LIMITS, kernels.TARGETS[0]) for layout in layouts.values()])
     found = {}
     for (tp, layout), path in zip(layouts.items(), paths, strict=True):
         weights = Weights.random(layout, seed=3)
@@ -174,7 +174,7 @@ APART = {
 @pytest.fixture(scope="module")
 def apart_kernels(compiled):
     layouts = {name: Layout(spec, precision("bf16", experts="nvfp4")) for name, spec in APART.items()}
-    paths = compiled.paths([(layout, LIMITS, kernels.TARGETS[0]) for layout in layouts.values()])
+    paths = compiled.paths([(layout, LIMITS, kernels.TARGETS[0]) for layout in layouts.values()], fast=True)
     return dict(zip(layouts, zip(layouts.values(), paths, strict=True), strict=True))
 
 
@@ -192,7 +192,7 @@ def test_newer_features_keep_their_bits_however_the_work_is_cut(compiled, tmp_pa
     layouts = {tp: Layout(NEWER, RICH_MIX, tp) for tp in (1, 3, 6)}
     wanted = [(layout, LIMITS, kernels.TARGETS[0]) for layout in layouts.values()]
     other = (layouts[1], Limits(context=600, tokens_per_step=3), kernels.TARGETS[-1])
-    *paths, last = compiled.paths([*wanted, other])
+    *paths, last = compiled.paths([*wanted, other], fast=True)
     tokens, runs = prompt(layouts[1], 530), []
     for (tp, layout), path in zip(layouts.items(), paths, strict=True):
         (folder := tmp_path / str(tp)).mkdir()
@@ -243,7 +243,6 @@ def test_ranks_do_not_change_a_bit(tp, rich, expected):
 
 @pytest.mark.skipif(len(kernels.TARGETS) < 2, reason="this machine runs one CPU target only")
 def test_targets_do_not_change_a_bit(compiled, rich, expected):
-    """Nor does what the compiler optimises."""
     layout, _, blobs = rich[1]
     tokens, logits = expected
     other = compiled.path(layout, LIMITS, kernels.TARGETS[1])
