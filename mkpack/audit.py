@@ -267,7 +267,7 @@ def _sizes(found: Audit, checkpoint: Checkpoint, spec: ModelSpec, roles: list[Te
             schemes.setdefault(role.precision or "", set()).add(stored.scheme)
             if role.name.endswith(".router"):
                 routers.add(stored.weight.dtype)
-    precision: dict[str, Format] = Quantise().model_dump()
+    precision: dict[str, Format] = Quantise().model_dump(exclude={"down_input"})
     for key in precision.keys() & schemes.keys() - {"experts"}:
         if schemes[key] <= {"nvfp4", "mxfp4"}:
             precision[key] = "nvfp4"

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from mkpack import __version__, codegen, journal, platform, provenance, quality, trust
 from mkpack import compile as compiling
 from mkpack.artifact import Given, abandoned, build_lock, clean_temporaries, open_artifact, write_artifact
-from mkpack.calibration_step import calibrated
+from mkpack.calibration_step import calibrated, down_input_report, down_input_scales
 from mkpack.checkpoint import Checkpoint
 from mkpack.codegen_cuda import cuda_header
 from mkpack.compile import Kernel, Unit, compile_kernels
@@ -114,10 +114,13 @@ def build(
                 # The compiler works beside the quantiser; both are done before anything is measured.
                 kernels = pool.submit(compile_kernels, units, work, stop)
                 calibration = calibrated(todo, checkpoint, work, strict, console)
-                blobs, report = pack(todo, checkpoint, work, key, kernels, console)
+                scales = down_input_scales(todo, calibration)
+                blobs, report = pack(todo, checkpoint, work, key, scales, kernels, console)
                 compiled = kernels.result()
-            if calibration:
-                report["calibration"] = calibration
+            if calibration and todo.recipe.calibrate:
+                report["calibration"] = calibration.report(todo.spec, todo.recipe.calibrate.min_tokens)
+            if carried := down_input_report(todo):
+                report["down_input"] = carried
             for target in todo.targets:
                 say(f"compiled  {target} with {compiled[target].compiler}")
                 for resources in compiled[target].resources:
@@ -388,10 +391,11 @@ def _summary(report: dict[str, Any]) -> dict[str, Any]:
 def _kernel_entry(todo: Plan, limits: Limits, target: str, trace: bool, path: str, compiled: Kernel) -> KernelEntry:
     name = layout_name(target)
     layout, trace = todo.layouts[name], trace and name == "cuda"
+    sections, nbytes, tp = layout.sections, layout.nbytes, layout.tp
     return KernelEntry(
         path=path,
         layout=name,
-        description=codegen.description(todo.spec, layout.sections, layout.nbytes, layout.tp, limits, target, trace),
+        description=codegen.description(todo.spec, sections, nbytes, tp, limits, target, trace, layout.down_input),
         compiler=compiled.compiler,
         requires=compiled.requires,  # type: ignore[arg-type]
     )

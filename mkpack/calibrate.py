@@ -1,8 +1,9 @@
 """Calibration: the largest value that goes into every projection, recorded on a text, a layer at a time.
 
 A layer's matrices are read, run on all tokens, and dropped, one after the other (experts: one a CPU), so that memory is
-that of the largest of them and of the tokens' activations. What is recorded are the global scales that activations
-carried as NVFP4 would have: maximum / 2688, one for each projection and layer, as modelopt's `input_scale`.
+that of the largest of them and of the tokens' activations. What is recorded are the global scales of activations
+carried as NVFP4: maximum / 2688, one for each projection and layer, as modelopt's `input_scale`, and one for each
+expert of what goes into its down projection, which is what kernels can carry so (`quantise.down_input`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from mkpack.errors import UserError, nearest, some
+from mkpack.formats import E2M1_MAX
 from mkpack.forward import Forward, Load
 from mkpack.quantize import MIN_SCALE2, NVFP4_MAX
 from mkpack.spec import ModelSpec
@@ -60,7 +64,6 @@ class Calibration:
     def report(self, spec: ModelSpec, min_tokens: int) -> dict[str, Any]:
         """For report.json: scales by layer and projection (experts share one), the maxima and tokens of every expert,
         where those that saw few tokens have the maxima of their layer, and who those are."""
-        few = set(self.few(spec, min_tokens))
         scales, experts = {}, {}
         for i, layer in enumerate(spec.layers):
             p = f"layers.{i}."
@@ -70,10 +73,9 @@ class Calibration:
             names = [f"{p}experts.{e}" for e in range(spec.moe.num_experts)]
             found: dict[str, Any] = {"tokens": [self.seen.get(name, 0) for name in names]}
             for part in ("gate_up", "down"):
-                # Of all experts, those with few tokens too: what they saw did occur.
-                most = max(self.amax.get(f"{name}.{part}", 0.0) for name in names)
+                most, maxima = self._maxima(names, part, min_tokens)
                 scales[f"{p}experts.{part}"] = _scale(most)
-                found[part] = [_short(most if n in few else self.amax[f"{n}.{part}"]) for n in names]
+                found[part] = [_short(amax) for amax in maxima]
             experts[p.rstrip(".")] = found
         scales |= {name: _scale(amax) for name, amax in self.amax.items() if ".experts." not in name}
         return {
@@ -81,8 +83,37 @@ class Calibration:
             "min_tokens": min_tokens,
             "input_scales": dict(sorted(scales.items())),
             "experts": experts,
-            "experts_with_few_tokens": sorted(few),
+            "experts_with_few_tokens": sorted(self.few(spec, min_tokens)),
         }
+
+    def down_input_scales(self, spec: ModelSpec, min_tokens: int) -> dict[str, np.ndarray]:
+        """By section of the layout, "layers.3.down_input_scale": float32 [num_experts], the global scale of what goes
+        into every expert's down projection as NVFP4.
+
+        It is an expert's maximum / 2688, or its layer's where the expert saw fewer than min_tokens tokens, or only
+        zeros. Where the whole layer saw only zeros the maximum counts as 6, which is what modelopt takes then.
+        """
+        found = {}
+        for i, layer in enumerate(spec.layers):
+            if not layer.moe:
+                continue
+            assert spec.moe is not None
+            names = [f"layers.{i}.experts.{e}" for e in range(spec.moe.num_experts)]
+            most, maxima = self._maxima(names, "down", min_tokens)
+            found[f"layers.{i}.down_input_scale"] = input_scales([amax or most or E2M1_MAX for amax in maxima])
+        return found
+
+    def _maxima(self, names: Sequence[str], part: str, min_tokens: int) -> tuple[float, list[float]]:
+        """(the largest, those of each) of a layer's experts; with few tokens an expert has the largest."""
+        # Of all experts, those with few tokens too: what they saw did occur.
+        most = max(self.amax.get(f"{name}.{part}", 0.0) for name in names)
+        few = [self.seen.get(name, 0) < min_tokens for name in names]
+        return most, [most if is_few else self.amax[f"{name}.{part}"] for name, is_few in zip(names, few, strict=True)]
+
+
+def input_scales(amax: Sequence[float]) -> np.ndarray:
+    """float32: NVFP4's global scales of activations with these maxima, with modelopt's rounding."""
+    return np.maximum(np.asarray(amax, np.float32) / np.float32(NVFP4_MAX), np.float32(MIN_SCALE2))
 
 
 def _scale(amax: float) -> float:

@@ -10,12 +10,12 @@ from mkpack.digest import digest_of
 from mkpack.layout import Layout, ceil_div, tile_bytes
 from mkpack.manifest import Limits, Section
 from mkpack.schedule import Schedule, cpu
-from mkpack.spec import ModelSpec
+from mkpack.spec import Format, ModelSpec
 
 _LAYER_FIELDS = (
     "attn_norm qkv qkv_scale qkv_bias q_norm k_norm sinks o o_scale o_bias attn_residual_gate mlp_norm router "
-    "router_bias pre_proj pre_proj_scale choice_bias pre_norm gate_up gate_up_scale gate_up_bias down down_scale "
-    "down_bias expert_norm post_proj post_proj_scale mlp_out_norm mlp_residual_gate"
+    "router_bias pre_proj pre_proj_scale choice_bias pre_norm gate_up gate_up_scale gate_up_bias down_input_scale "
+    "down down_scale down_bias expert_norm post_proj post_proj_scale mlp_out_norm mlp_residual_gate"
 ).split()
 
 
@@ -27,9 +27,10 @@ def description(
     limits: Limits,
     target: str,
     trace: bool = False,
+    down_input: Format | None = None,
 ) -> str:
     """The JSON text compiled into the .so: what must agree between a kernel and the weights it is given. trace: the
-    kernel keeps times for `mkpack trace`."""
+    kernel keeps times for `mkpack trace`. down_input: how it carries that, where the recipe says it."""
     facts = {
         "abi": abi.ABI_VERSION,
         "target": target,
@@ -40,15 +41,21 @@ def description(
         "spec": digest_of(spec.model_dump(mode="json")),
         "sections": digest_of([s.model_dump(mode="json") for s in sections]),
     }
+    if down_input:
+        facts["down_input"] = down_input
     return json.dumps({**facts, "trace": True} if trace else facts, sort_keys=True)
+
+
+def _section(field: str) -> str:
+    """The section, within a layer, whose offset a field of `struct Layer` is: scales of a matrix have its name."""
+    matrix = field.removesuffix("_scale")
+    return f"{matrix}.scale" if matrix != field and matrix in _LAYER_FIELDS else field
 
 
 def _layers(layout: Layout) -> str:
     rows = []
     for i, layer in enumerate(layout.spec.layers):
-        names = [
-            f"layers.{i}.{f.removesuffix('_scale')}{'.scale' if f.endswith('_scale') else ''}" for f in _LAYER_FIELDS
-        ]
+        names = [f"layers.{i}.{_section(f)}" for f in _LAYER_FIELDS]
         offsets = [str(layout.section(n).offset) if n in layout else "0" for n in names]
         rows.append(
             f"    {{{', '.join(offsets)}, {layer.sliding_window or 0}, {cpp_bool(layer.moe)}, {cpp_bool(layer.rope)}}},"
@@ -160,6 +167,7 @@ def model_header(layout: Layout, limits: Limits, target: str) -> str:
         "router": layout.router_format,
         "experts": layout.precision["experts"],
         "dense": layout.precision["dense"],
+        "down_input": layout.down_input or "f32",
     }
     floats = {
         "rms_norm_eps": spec.rms_norm_eps,
@@ -188,7 +196,7 @@ def model_header(layout: Layout, limits: Limits, target: str) -> str:
         "blob_bytes": layout.nbytes,
     }
     schedule = cpu.cpu_schedule(spec, layout.sections, tp, limits.context, limits.tokens_per_step, target)
-    text = description(spec, layout.sections, layout.nbytes, tp, limits, target)
+    text = description(spec, layout.sections, layout.nbytes, tp, limits, target, down_input=layout.down_input)
     sizes = {(s.format, s.cols) for s in layout.sections if s.cols > 1}
     asserts = [
         f"static_assert(mk::tile_bytes(mk::Fmt::{f}, {ceil_div(c, 16)}) == {tile_bytes(f, c)});"

@@ -74,7 +74,7 @@ def _lines(m: Manifest, tensors: bool) -> Iterator[str]:
             "source": _source(m),
             "licence": m.license,
             "model": _model(m.spec),
-            "precision": ", ".join(f"{role} {fmt}" for role, fmt in m.precision.items()),
+            "precision": ", ".join(_precision(m)),
             "limits": f"context {m.limits.context:,} positions, {m.limits.tokens_per_step} tokens a step",
             "quality": _quality(m),
             "build key": m.build_key,
@@ -114,6 +114,15 @@ def _source(m: Manifest) -> str:
         return f"{drawn}, in the shape of a config.json"
     files = f"{len(m.source.files)} files"
     return f"{m.source.repo} at {m.source.commit}, {files}" if m.source.repo else f"a local folder, {files}"
+
+
+def _precision(m: Manifest) -> Iterator[str]:
+    for role, fmt in m.precision.items():
+        if role == "down_input" and fmt == "nvfp4":
+            whence = "a constant, for weights are random" if m.source.kind == "dummy" else "calibrated"
+            yield f"{role} {fmt} (global scales {whence})"
+        else:
+            yield f"{role} {fmt}"
 
 
 def _model(spec: ModelSpec) -> str:

@@ -64,8 +64,8 @@ def _rebuild(artifact: Artifact, target: str) -> Rebuilt:
 
 
 def _check_description(artifact: Artifact, target: str) -> None:
-    """UserError when the manifest gives sizes that are not those its kernel was compiled for: memory is reserved by the
-    manifest's, and a kernel that deserves trust may come with a manifest that does not."""
+    """UserError when the manifest gives sizes, or a carried format, that are not those its kernel was compiled for:
+    memory is reserved by the manifest's, and a kernel that deserves trust may come with a manifest that does not."""
     manifest = artifact.manifest
     kernel, limits = manifest.kernels[target], manifest.limits
     facts = json.loads(kernel.description)
@@ -74,6 +74,7 @@ def _check_description(artifact: Artifact, target: str) -> None:
     spec = manifest.spec.model_dump(mode="json", exclude_unset=True)  # what its builder wrote, no later field
     known: dict[str, Any] = {"tp": manifest.tp, "context": limits.context, "tokens_per_step": limits.tokens_per_step}
     known["spec"] = digest_of(spec)
+    known["down_input"] = manifest.precision.get("down_input")
     if wrong := [key for key, value in known.items() if facts.get(key) != value]:
         raise UserError(
             f"{artifact.path}: manifest.json contradicts the description of its kernel {kernel.path}: "

@@ -88,11 +88,13 @@ def split_heads(spec: ModelSpec, tp: int) -> HeadSplit:
 class Layout:
     """The section table of one model at given precisions and rank count.
 
-    precision maps a recipe key (TensorRole.precision) to a format; router_format is the checkpoint's own router dtype.
+    precision maps a recipe key (TensorRole.precision) to a format, and "down_input" to how what goes into the experts'
+    down projection is carried, where it is rounded; router_format is the checkpoint's own router dtype.
     """
 
     def __init__(self, spec: ModelSpec, precision: Mapping[str, Format], tp: int = 1, router_format: Format = "f32"):
         self.spec, self.precision, self.tp, self.router_format = spec, dict(precision), tp, router_format
+        self.down_input = self.precision.get("down_input")
         self.heads = split_heads(spec, tp)
         self.tied = spec.tie_word_embeddings and self.precision["embeddings"] == self.precision["lm_head"]
         self.sections: list[Section] = []
@@ -237,7 +239,8 @@ class Layout:
             self._router(moe, p)
             prefixes = [f"{p}experts.{e}." for e in range(moe.num_experts)]
             width, n, bias = moe.hidden_size or spec.hidden_size, moe.intermediate_size, moe.expert_bias
-            self._experts(p, prefixes, self.precision["experts"], width, n, bias)
+            scales = moe.num_experts if self.down_input == "nvfp4" else 0
+            self._experts(p, prefixes, self.precision["experts"], width, n, bias, scales)
             if moe.hidden_size:
                 self._vector(p + "expert_norm", width)
                 self._split_matrix(p + "post_proj", self.precision["dense"], spec.hidden_size, width)
@@ -263,8 +266,11 @@ class Layout:
         if moe.hidden_size:
             self._vector(p + "pre_norm", moe.hidden_size)
 
-    def _experts(self, p: str, prefixes: list[str], fmt: Format, width: int, n: int, bias: bool) -> None:
-        """gate, up and down of experts that are `width` wide outside and `n` inside; a dense MLP is one of them."""
+    def _experts(
+        self, p: str, prefixes: list[str], fmt: Format, width: int, n: int, bias: bool, input_scales: int = 0
+    ) -> None:
+        """gate, up and down of experts that are `width` wide outside and `n` inside; a dense MLP is one of them.
+        input_scales: how many global scales of down's input there are, one an expert, or none."""
         inner, outer = self.rank_tiles(n), self.rank_tiles(width)
 
         def gate_up(rank: int, suffix: str) -> list[Piece]:
@@ -281,6 +287,8 @@ class Layout:
         self._matrix(p + "gate_up", fmt, width, pairs, [gate_up(r, "") for r in range(self.tp)])
         if bias:
             self._vector(p + "gate_up_bias", pairs * TILE_ROWS, [gate_up(r, "_bias") for r in range(self.tp)])
+        if input_scales:
+            self._vector(p + "down_input_scale", input_scales)
         self._matrix(p + "down", fmt, n, tiles, [down(r, "") for r in range(self.tp)])
         if bias:
             self._vector(p + "down_bias", tiles * TILE_ROWS, [down(r, "_bias") for r in range(self.tp)])

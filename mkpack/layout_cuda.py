@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from mkpack.layout import SECTION_ALIGN, align, ceil_div
 from mkpack.manifest import Manifest, Section
-from mkpack.spec import Format, LayerSpec, ModelSpec, MoeSpec, Precision, SourceNames, TensorRole, tensors
+from mkpack.spec import Format, LayerSpec, ModelSpec, MoeSpec, PrecisionKey, SourceNames, TensorRole, tensors
 
 # Blocks of the resident kernel, one an SM: what the smallest GPU of that architecture that it is meant for has (an H200
 # or H100 SXM, a B200).
@@ -69,7 +69,7 @@ _WIDTH: dict[Format, int] = {"bf16": 2, "fp8": 1, "f32": 4}  # bytes of an eleme
 
 
 def cuda_refusals(
-    spec: ModelSpec, precision: Mapping[Precision, Format], tp: int = 1, router_format: Format = "bf16"
+    spec: ModelSpec, precision: Mapping[PrecisionKey, Format], tp: int = 1, router_format: Format = "bf16"
 ) -> list[str]:
     """Everything that this version of the kernel cannot do of a model, by name; empty when it can run it."""
     return [f"{name} is {value}, the kernel takes {takes}" for name, value, takes in _limits(spec, tp)] + [
@@ -80,6 +80,7 @@ def cuda_refusals(
             *([("quantise.dense", precision["dense"], ["bf16", "fp8"])] if _has_mlp_matrices(spec) else []),
             ("quantise.lm_head", precision["lm_head"], ["bf16", "fp8"]),
             ("quantise.embeddings", precision["embeddings"], ["bf16"]),
+            ("quantise.down_input", precision.get("down_input", "bf16"), ["bf16"]),
             ("the routers' dtype", router_format, ["bf16", "f32"]),
         )
         if value not in allowed
@@ -172,11 +173,14 @@ class CudaLayout:
 
     tp = 1
 
-    def __init__(self, spec: ModelSpec, precision: Mapping[Precision, Format], router_format: Format = "bf16") -> None:
+    def __init__(
+        self, spec: ModelSpec, precision: Mapping[PrecisionKey, Format], router_format: Format = "bf16"
+    ) -> None:
         if refused := cuda_refusals(spec, precision, self.tp, router_format):
             raise ValueError("; ".join(refused))
         assert spec.moe
         self.spec, self.precision, self.router_format = spec, dict(precision), router_format
+        self.down_input = precision.get("down_input")
         self.tied = spec.tie_word_embeddings and precision["lm_head"] == precision["embeddings"]
         hidden, inner, experts = spec.hidden_size, spec.moe.intermediate_size, spec.moe.num_experts
         attention = precision["attention"]

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, Va
 
 from mkpack import __version__
 from mkpack.errors import UserError, combine
-from mkpack.spec import Format, ModelSpec, Precision
+from mkpack.spec import Carry, Format, ModelSpec, PrecisionKey
 
 FORMAT_VERSION: Final = 2
 MANIFEST_NAME = "manifest.json"
@@ -175,7 +175,7 @@ class Manifest(_Frozen):
     recipe: str
     build_key: Sha256
     spec: ModelSpec
-    precision: dict[Precision, Format]
+    precision: dict[PrecisionKey, Format]
     limits: Limits
     tp: Positive
     kernels: dict[str, KernelEntry]
@@ -198,6 +198,9 @@ class Manifest(_Frozen):
             yield f"entries lists {SIGNATURE_NAME}, the name of a signature over them"
         if not self.weights:
             yield "weights: none"
+        carried = self.precision.get("down_input", "bf16")
+        if carried not in get_args(Carry):
+            yield f"precision.down_input: expected {' or '.join(get_args(Carry))}, found {carried}"
         for layout in get_args(LayoutName):
             yield from self._layout_contradictions(layout)
         for w in self.weights:

@@ -29,6 +29,7 @@ from mkpack.plan import Plan, groups
 from mkpack.spec import Format, TensorRole
 
 if TYPE_CHECKING:
+    import numpy as np
     from rich.console import Console
 
 T = TypeVar("T")
@@ -44,14 +45,16 @@ def pack(
     checkpoint: Checkpoint | Dummy,
     work: Path,
     key: str,
+    vectors: Mapping[str, np.ndarray],
     kernels: Future[Any],
     console: Console | None,
 ) -> tuple[Blobs, dict[str, Any]]:
     """Writes the blob of every layout and rank into `work`, and that of the quality's reference. Returns the blobs and
     the report: the error of every tensor, or that there is none because nothing was quantised.
 
-    key: the build key; what a build of the same key left in `work` is checked and taken over. kernels: what compiles
-    meanwhile; when that fails, so does this, without the rest of the work.
+    key: the build key; what a build of the same key left in `work` is checked and taken over. vectors: float32, by
+    section of CPUs' layout, that are no tensors of the source. kernels: what compiles meanwhile; when that fails, so
+    does this, without the rest of the work.
     """
     paths: Blobs = {name: [work / f"{name}-{r}.bin" for r in range(x.tp)] for name, x in todo.layouts.items()}
     with contextlib.ExitStack() as stack:
@@ -66,6 +69,9 @@ def pack(
                 writers.append(stack.enter_context(CudaBlobWriter(layout, paths[name][0], resume)))
         if todo.quality:
             writers.append(stack.enter_context(BlobWriter(todo.quality.reference, [work / f"{REFERENCE}.bin"], resume)))
+        for writer in writers[: len(todo.layouts)]:
+            for section, values in vectors.items():
+                writer.put(section, QTensor("f32", values.shape, values), "f32")
         done = _finished(todo, journal, writers, console)
         put = functools.partial(_draw, todo, checkpoint) if isinstance(checkpoint, Dummy) else None
         if put is None:

@@ -18,7 +18,7 @@ from mkpack.layout_cuda import CudaLayout
 from mkpack.manifest import LayoutName
 from mkpack.models import model_spec
 from mkpack.recipe import Recipe, load_recipe, place
-from mkpack.spec import Format, ModelSpec, Precision, TensorRole, tensors
+from mkpack.spec import Format, ModelSpec, Precision, PrecisionKey, TensorRole, tensors
 from mkpack.targets import checked_targets, layout_name, runs_here
 from mkpack.text_tokens import LEGAL, calibration_tokens, quality_tokens, tokenizer, tokenizer_files
 
@@ -311,7 +311,7 @@ def plan(recipe_path: Path, weights: bool = False, progress: bool = True, like: 
     roles = list(tensors(spec, names))
     if checkpoint:
         checkpoint.check(roles)
-    precision: dict[Precision, Format] = {p: recipe.precision_of(p) for p in get_args(Precision)}
+    precision: dict[PrecisionKey, Format] = recipe.precision
     named: dict[str, Format] = {str(p): fmt for p, fmt in precision.items()}
     router = _router_format(checkpoint, roles, config)
     targets = checked_targets(recipe, recipe_path, spec, precision, router, weights)
@@ -337,7 +337,7 @@ def plan(recipe_path: Path, weights: bool = False, progress: bool = True, like: 
         layouts[name] = layout if name == "cpu" else CudaLayout(spec, precision, router)
     measured = None
     if tokens:
-        reference = Layout(spec, dict.fromkeys(named, "bf16"), 1, router)
+        reference = Layout(spec, dict.fromkeys(get_args(Precision), "bf16"), 1, router)
         measured = QualityPlan(tokens, runs_here(targets)[0], reference)
     for target in targets:
         _prove(layouts[layout_name(target)], recipe, target)

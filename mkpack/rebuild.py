@@ -142,8 +142,9 @@ def _numbers(where: str, value: object) -> Iterator[tuple[str, int]]:
 def _is_the_manifests(layout: Layout | CudaLayout, manifest: Manifest, target: str) -> bool:
     """Whether sections, sizes and description of the manifest are those that this version makes of its spec."""
     name, traced = manifest.kernels[target].layout, manifest.kernels[target].traced
+    limits, trace = manifest.limits, traced and name == "cuda"
     text = codegen.description(
-        manifest.spec, layout.sections, layout.nbytes, layout.tp, manifest.limits, target, traced and name == "cuda"
+        manifest.spec, layout.sections, layout.nbytes, layout.tp, limits, target, trace, layout.down_input
     )
     return (
         name == ("cuda" if isinstance(layout, CudaLayout) else "cpu")

@@ -16,7 +16,7 @@ from pydantic_core import PydanticCustomError
 
 from mkpack.errors import combine, nearest
 from mkpack.recipe_yaml import Document, read_document
-from mkpack.spec import Algorithm, Format, Precision
+from mkpack.spec import Algorithm, Carry, Format, Precision, PrecisionKey
 
 Choice = Literal["bf16", "fp8", "nvfp4"]
 Target = Literal["x86-64-v3", "x86-64-v4", "sm_90a", "sm_100a", "native"]
@@ -72,7 +72,8 @@ class Quantise(_Strict):
     """Storage format by kind of matrix. `dense` is the MLP of layers without experts, and the
     projections into and out of experts of another width than the model's. `algorithm` chooses NVFP4 block scales:
     `max`, so that the largest value of a block is kept, or `mse`, the least squared error among those and their
-    neighbours."""
+    neighbours. `down_input` is how what goes into the experts' down projection is carried; None: as each target's
+    product takes it."""
 
     experts: Choice = Field(default="nvfp4", description="one of nvfp4, fp8, bf16")
     dense: Choice = Field(default="bf16", description="one of bf16, fp8, nvfp4")
@@ -80,6 +81,7 @@ class Quantise(_Strict):
     lm_head: Choice = Field(default="bf16", description="one of bf16, fp8, nvfp4")
     embeddings: Choice = Field(default="bf16", description="one of bf16, fp8, nvfp4")
     algorithm: Algorithm = Field(default="max", description="one of max, mse")
+    down_input: Annotated[Carry | None, NotEmpty] = Field(default=None, description="one of bf16, nvfp4")
 
 
 class Parallel(_Strict):
@@ -144,9 +146,13 @@ class Recipe(_Strict):
             raise ValueError(f"expected every target once, found {', '.join(twice)} more than once")
         return targets
 
-    def precision_of(self, precision: Precision) -> Format:
-        """Storage format of the matrices with this `TensorRole.precision`."""
-        return getattr(self.quantise, precision)
+    @property
+    def precision(self) -> dict[PrecisionKey, Format]:
+        """Storage format by `TensorRole.precision`, and that of down_input where the recipe says it."""
+        found: dict[PrecisionKey, Format] = {p: getattr(self.quantise, p) for p in get_args(Precision)}
+        if self.quantise.down_input:
+            found["down_input"] = self.quantise.down_input
+        return found
 
     def canonical_text(self) -> str:
         """One line of JSON that is equal for equal recipes, whatever the order of keys and the defaults left out.
@@ -262,6 +268,8 @@ def _choices(where: tuple[str | int, ...]) -> tuple[str, ...]:
         return get_args(Target)
     if where[:2] == ("quantise", "algorithm"):
         return get_args(Algorithm)
+    if where[:2] == ("quantise", "down_input"):
+        return get_args(Carry)
     return get_args(Choice) if where[:1] == ("quantise",) else ()
 
 

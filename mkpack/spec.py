@@ -13,6 +13,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 Format = Literal["f32", "bf16", "fp8", "nvfp4"]
+Carry = Literal["bf16", "nvfp4"]  # how the input of the experts' down projection may be rounded
 Algorithm = Literal["max", "mse"]  # how NVFP4 block scales are chosen: by the maximum, or by the least squared error
 
 
@@ -136,6 +137,7 @@ class ModelSpec(_Frozen):
 
 # What a tensor is for. `precision` is the recipe key that chooses its format, None for the never quantised.
 Precision = Literal["experts", "dense", "attention", "lm_head", "embeddings"]
+PrecisionKey = Precision | Literal["down_input"]  # and how activations are carried, where the recipe says it
 
 
 @dataclass(frozen=True)

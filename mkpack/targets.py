@@ -11,7 +11,7 @@ from mkpack.errors import UserError, combine
 from mkpack.layout_cuda import cuda_refusals
 from mkpack.manifest import LayoutName
 from mkpack.recipe import Recipe, place
-from mkpack.spec import Format, ModelSpec, Precision
+from mkpack.spec import Format, ModelSpec, PrecisionKey
 
 
 def layout_name(target: str) -> LayoutName:
@@ -28,7 +28,7 @@ def checked_targets(
     recipe: Recipe,
     recipe_path: Path,
     spec: ModelSpec,
-    precision: Mapping[Precision, Format],
+    precision: Mapping[PrecisionKey, Format],
     router_format: Format,
     building: bool,
 ) -> tuple[str, ...]:
@@ -54,6 +54,8 @@ def checked_targets(
                 refuse(key, f"{rest} (target {', '.join(gpu)})")
             else:
                 refuse("targets", f"{', '.join(gpu)}: {text}")
+    if why := _down_input_refusal(recipe, spec):
+        refuse("quantise.down_input", why)
     for target in gpu if building else ():
         try:
             compiler_of(target)
@@ -75,3 +77,16 @@ def checked_targets(
     if problems:
         raise combine("recipe refused", problems)
     return targets
+
+
+def _down_input_refusal(recipe: Recipe, spec: ModelSpec) -> str | None:
+    """Why the experts' down input cannot be carried as the recipe says, on any target."""
+    carried = recipe.quantise.down_input
+    if carried and not any(layer.moe for layer in spec.layers):
+        return f"{carried}, but no layer of this model has experts; remove the key"
+    if carried == "nvfp4" and recipe.calibrate is None and recipe.source.dummy is None:
+        return (
+            "nvfp4 needs global scales, which come from the largest values that calibration sees there; add a section "
+            '"calibrate: {data: default}" to the recipe, or choose bf16'
+        )
+    return None

@@ -123,6 +123,7 @@ class Weights:
         rng = np.random.default_rng(seed)
         centered = layout.spec.centered_norms
         found = {r.name: _random_tensor(rng, r, layout.format_of(r), centered) for r in roles(layout.spec)}
+        found |= _down_input_scales(layout, seed)
         found.update(changed or {})
         head = None
         if layout.spec.tie_word_embeddings and not layout.tied:
@@ -142,6 +143,17 @@ class Weights:
             if self.head is not None:
                 writer.put("embed", self.head, self.head.format)
         return [np.memmap(path, np.uint8, mode="r") for path in paths]
+
+
+def _down_input_scales(layout: Layout, seed: int) -> dict[str, QTensor]:
+    """Global scales under which some blocks saturate, and some are too faint for a scale of their own."""
+    found = {}
+    for section in layout.sections:
+        if section.name.endswith(".down_input_scale"):
+            rng = np.random.default_rng([seed, int(section.name.split(".")[1])])
+            values = (10.0 ** rng.uniform(-4, 2, section.rows)).astype(np.float32)
+            found[section.name] = QTensor("f32", values.shape, values)
+    return found
 
 
 class Kernels:

@@ -9,13 +9,18 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from mkpack.spec import ModelSpec, SwigluSpec
+from mkpack.formats import bf16_to_f32, e2m1_values, e4m3_to_f32, f32_to_bf16
+from mkpack.spec import Carry, ModelSpec, SwigluSpec
 
 Weights = Mapping[str, np.ndarray]
 
 
-def logits(spec: ModelSpec, weights: Weights, tokens: Sequence[int]) -> np.ndarray:
-    """Logits [len(tokens), vocab_size] in float64; weights by canonical tensor name (`TensorRole.name`)."""
+def logits(spec: ModelSpec, weights: Weights, tokens: Sequence[int], down_input: Carry | None = None) -> np.ndarray:
+    """Logits [len(tokens), vocab_size] in float64; weights by canonical tensor name (`TensorRole.name`).
+
+    down_input: how what goes into the experts' down projection is carried; as NVFP4 under the global scales
+    weights["layers.3.down_input_scale"], one an expert.
+    """
     w = {name: np.asanyarray(array, dtype=np.float64) for name, array in weights.items()}
     x = w["embed"][list(tokens)]
     if spec.embed_norm:
@@ -25,7 +30,7 @@ def logits(spec: ModelSpec, weights: Weights, tokens: Sequence[int]) -> np.ndarr
         y = _attention(spec, w, p, i, _norm(spec, x, w[p + "attn_norm"]))
         x = _residual(spec, w, p, "attn", x, y)
         h = _norm(spec, x, w[p + "mlp_norm"])
-        y = _moe(spec, w, p, h) if spec.layers[i].moe else _mlp(w, p + "dense.", h, None)
+        y = _moe(spec, w, p, h, down_input) if spec.layers[i].moe else _mlp(w, p + "dense.", h, None)
         if spec.sandwich:
             y = y * (1 + w[p + "mlp_out_norm"])
         x = _residual(spec, w, p, "mlp", x, y)
@@ -55,19 +60,60 @@ def _residual(spec: ModelSpec, w: Weights, p: str, part: str, x: np.ndarray, y: 
     return alpha * x + beta * _normed(y, spec.sandwich.eps)
 
 
-def _mlp(w: Weights, p: str, x: np.ndarray, swiglu: SwigluSpec | None) -> np.ndarray:
+def encode_nvfp4(x: np.ndarray, scale2: np.float32) -> tuple[np.ndarray, np.ndarray]:
+    """Codes uint8 of x's shape, and e4m3 scales uint8 [..., channels / 16], of float32 activations [..., channels]."""
+    x = np.asarray(x, np.float32)
+    blocks = x.reshape(*x.shape[:-1], -1, 16)
+    scales, values = np.arange(1, 0x7F, dtype=np.uint8), e4m3_to_f32(np.arange(1, 0x7F))
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        wanted = np.abs(blocks).max(axis=-1) / (np.float32(6) * scale2)  # a NaN among them stays
+        wanted = np.where(wanted == 0, np.float32(1), np.clip(wanted, values[0], values[-1]))
+        nan = np.isnan(wanted)
+        scale = np.where(nan, 0x7F, scales[_nearest(np.where(nan, 1, wanted), values)]).astype(np.uint8)
+        a = np.abs(blocks) / (e4m3_to_f32(scale) * scale2)[..., None]
+    code = _nearest(np.where(nan[..., None], 6, a), e2m1_values()[:8]).astype(np.uint8)
+    code |= np.where((blocks < 0) & (code > 0) & ~nan[..., None], 8, 0).astype(np.uint8)
+    return code.reshape(x.shape), scale
+
+
+def _nearest(x: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Index into ascending `values` of what is nearest to each x, the even one of two that are equally near."""
+    x, values = np.minimum(x.astype(np.float64), values[-1]), values.astype(np.float64)
+    above = np.clip(np.searchsorted(values, x), 1, len(values) - 1)
+    low, high = x - values[above - 1], values[above] - x
+    # Codes of e2m1 begin at index 0, those of e4m3 scales at 1: even means an even code.
+    even = (above - 1 + (values[0] != 0)) % 2 == 0
+    return np.where((low < high) | ((low == high) & even), above - 1, above)
+
+
+def carried(x: np.ndarray, down_input: Carry | None, scale2: np.float32) -> np.ndarray:
+    """What arrives of activations [..., channels] that are carried so; float64 as they are where nothing rounds."""
+    if down_input is None:
+        return x
+    short = np.asarray(x, np.float32)
+    if down_input == "bf16":
+        return bf16_to_f32(f32_to_bf16(short))
+    padded = np.pad(short, [*[(0, 0)] * (short.ndim - 1), (0, -short.shape[-1] % 16)])
+    codes, scale = encode_nvfp4(padded, scale2)
+    values = e2m1_values()[codes] * np.repeat(e4m3_to_f32(scale) * scale2, 16, axis=-1)
+    return np.asarray(values[..., : short.shape[-1]])
+
+
+def _mlp(
+    w: Weights, p: str, x: np.ndarray, swiglu: SwigluSpec | None, down_input: Carry | None = None, scale2: float = 1.0
+) -> np.ndarray:
     def project(part: str, x: np.ndarray) -> np.ndarray:
         return x @ w[p + part].T + w.get(p + part + "_bias", 0)
 
     gate, up = project("gate", x), project("up", x)
     if swiglu is None:
-        return project("down", gate * _sigmoid(gate) * up)
+        return project("down", carried(gate * _sigmoid(gate) * up, down_input, np.float32(scale2)))
     gate = np.minimum(gate, swiglu.limit)
     up = np.clip(up, -swiglu.limit, swiglu.limit) + swiglu.up_offset
-    return project("down", gate * _sigmoid(swiglu.alpha * gate) * up)
+    return project("down", carried(gate * _sigmoid(swiglu.alpha * gate) * up, down_input, np.float32(scale2)))
 
 
-def _moe(spec: ModelSpec, w: Weights, p: str, x: np.ndarray) -> np.ndarray:
+def _moe(spec: ModelSpec, w: Weights, p: str, x: np.ndarray, down_input: Carry | None) -> np.ndarray:
     moe = spec.moe
     assert moe is not None
     router = (x @ w[p + "router"].T + w.get(p + "router_bias", 0)) * moe.router_scale
@@ -83,7 +129,8 @@ def _moe(spec: ModelSpec, w: Weights, p: str, x: np.ndarray) -> np.ndarray:
         chosen = np.argsort(-(score + w.get(p + "choice_bias", 0)), kind="stable")[: moe.top_k]
         total = score[chosen].sum() + moe.norm_topk_eps if moe.norm_topk_prob else 1.0
         for e in chosen:
-            y = _mlp(w, f"{p}experts.{e}.", row[None], moe.swiglu)[0]
+            scale2 = w[p + "down_input_scale"][e] if down_input == "nvfp4" else 1.0
+            y = _mlp(w, f"{p}experts.{e}.", row[None], moe.swiglu, down_input, scale2)[0]
             if moe.hidden_size:
                 y = _normed(y * (1 + w[p + "expert_norm"]), moe.expert_norm_eps)
             out[t] += score[e] / total * moe.routed_scaling_factor * y

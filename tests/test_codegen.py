@@ -100,7 +100,8 @@ def test_offsets_are_those_of_the_layout(layout):
         flags = [str(layer.moe).lower(), str(layer.rope).lower()]
         assert values[-3:] == [str(layer.sliding_window or 0), *flags]
         for field, value in zip(fields[1].split(", "), values[:-3], strict=True):
-            name = f"layers.{i}." + (field[: -len("_scale")] + ".scale" if field.endswith("_scale") else field)
+            of_matrix = field.endswith("_scale") and field != "down_input_scale"
+            name = f"layers.{i}." + (field[: -len("_scale")] + ".scale" if of_matrix else field)
             assert int(value) == (layout.section(name).offset if name in layout else 0)
     used = {int(v) for row in rows for v in row.split(", ")[:-3]}
     used |= {int(re.search(rf"uint64_t {n} = (\d+);", text)[1]) for n in ("embed", "embed_scale", "final_norm")}

@@ -62,6 +62,8 @@ def specs(draw: st.DrawFn, tp: int) -> ModelSpec:
 def layouts(draw: st.DrawFn) -> Layout:
     tp = draw(st.integers(1, 8))
     precision = {p: draw(FORMATS) for p in kernels.PRECISIONS}
+    if carry := draw(st.sampled_from([None, "bf16", "nvfp4"])):
+        precision["down_input"] = carry
     return Layout(draw(specs(tp)), precision, tp, draw(st.sampled_from(["f32", "bf16"])))
 
 
@@ -138,6 +140,12 @@ def test_the_table_names_every_tensor_and_its_format(layout):
         for tensor in s.tensors:
             if not s.name.endswith(".scale"):
                 stored.setdefault(tensor, set()).add(s.format)
+    for i, layer in enumerate(layout.spec.layers):
+        if layer.moe and layout.down_input == "nvfp4":
+            assert stored.pop(name := f"layers.{i}.down_input_scale") == {"f32"}
+            assert layout.spec.moe and all(
+                piece.rows == layout.spec.moe.num_experts for _, _, piece in layout.homes(name)
+            )
     roles = {r.name: r for r in kernels.roles(layout.spec)}
     assert stored.keys() == roles.keys()
     for name, formats in stored.items():

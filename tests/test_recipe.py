@@ -27,6 +27,7 @@ quantise:
   lm_head: nvfp4
   embeddings: fp8
   algorithm: mse
+  down_input: bf16
 calibrate:
   data: ../text
   tokens: 99
@@ -68,7 +69,9 @@ def test_defaults(tmp_path: Path) -> None:
         "lm_head": "bf16",
         "embeddings": "bf16",
         "algorithm": "max",
+        "down_input": None,
     }
+    assert "down_input" not in r.precision
     assert (r.parallel.tp, r.parallel.split, r.targets) == (1, "n", ("native",))
     assert (r.limits.context, r.limits.tokens_per_step, r.quality, r.license) == (4096, 16, None, None)
     assert load_recipe(write(tmp_path, "name: a\nsource: {repo: a/b}\n")).source.revision == "main"
@@ -82,13 +85,8 @@ def test_every_key(tmp_path: Path) -> None:
         "org/some.model",
         "0123abc",
     )
-    assert [r.precision_of(p) for p in ("experts", "dense", "attention", "lm_head", "embeddings")] == [
-        "fp8",
-        "nvfp4",
-        "fp8",
-        "nvfp4",
-        "fp8",
-    ]
+    formats = {"experts": "fp8", "dense": "nvfp4", "attention": "fp8", "lm_head": "nvfp4", "embeddings": "fp8"}
+    assert r.precision == {**formats, "down_input": "bf16"}
     assert (r.parallel.tp, r.targets, r.limits.context, r.limits.tokens_per_step) == (8, ("x86-64-v4", "sm_90a"), 16, 1)
     assert r.quality is not None and r.quality.tokens == 100
     assert r.quality.text == tmp_path.parent / "text" / "wiki.txt"
@@ -124,6 +122,8 @@ BAD = [
     (SMALL + "quantise:\n  router: fp8\n", [":4: quantise.router", "never quantised"]),
     (SMALL + "quantise:\n  norms: bf16\n", [":4: quantise.norms", "never quantised"]),
     (SMALL + "quantise:\n  experts: nvpf4\n", [":4: quantise.experts", '"nvpf4"', 'did you mean "nvfp4"', "fp8, bf16"]),
+    (SMALL + "quantise: {down_input: fp8}\n", [":3: quantise.down_input", "one of bf16, nvfp4", '"fp8"']),
+    (SMALL + "quantise:\n  down_input:\n", [":4: quantise.down_input", "found nothing"]),
     (SMALL + "quantise: {lm_head: 8}\n", [":3: quantise.lm_head", "one of bf16, fp8, nvfp4", "the number 8"]),
     (SMALL + "quantise: nvfp4\n", [":3: quantise", "experts, dense, attention", 'found "nvfp4"']),
     (SMALL + "quantise:\n", [":3: quantise", "found nothing"]),

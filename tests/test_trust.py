@@ -159,6 +159,8 @@ def test_a_manifest_that_contradicts_its_kernel_is_refused(make, canary, tmp_pat
     good = {**facts, "spec": digest_of(fake.SPEC.model_dump(mode="json")), "context": 65}
     path = make(HELLO, described=json.dumps(good))
     assert ": context;" in refused(path, trust_kernel=kernel_of(path))
+    path = make(HELLO, described=json.dumps({**good, "context": 64, "down_input": "bf16"}))
+    assert ": down_input;" in refused(path, trust_kernel=kernel_of(path))
     path = make(HELLO, described=json.dumps({**good, "context": 64}))
     assert answer(path, trust_kernel=kernel_of(path)) == "Héllo 😀!"
 

@@ -1,6 +1,7 @@
 // The feed-forward phases: router, gate/up with SwiGLU, down, and the projections around narrow experts. A dense layer is
 // one expert that every token chose.
 #pragma once
+#include "cpu/carry.h"
 #include "cpu/project.h"
 
 namespace mk {
@@ -142,7 +143,7 @@ inline void pre_norm(State& s, int layer, int tid) {
            s.step.slots, s.locals[tid].normed.data());
 }
 
-// inner[active expert][block][its tokens][16] = swiglu(gate, up). The 16 rows of a tile are the block of 16 columns that
+// inner[active expert][block][its tokens][16] = swiglu(gate, up), of experts as it is carried. The 16 rows of a tile are the block of 16 columns that
 // the down projection reads. Blocks: of the input, in `normed`. Experts: whether these are, and not a dense layer.
 template <Fmt F, int Blocks, int Size, int RankTiles, bool Experts>
 inline void gate_up_phase(State& s, int layer, int tid) {
@@ -170,14 +171,20 @@ inline void gate_up_phase(State& s, int layer, int tid) {
     const int64_t pair = 2 * (int64_t{a.expert} * RankTiles + first);
     const float* scales = s.at<float>(rank, l.gate_up_scale);
     float* inner = s.inner.data() + (int64_t{which} * kInnerBlocks * kMaxSlots + block * n) * 16;
+    constexpr Fmt carried = Experts ? m::fmt_down_input : Fmt::f32;
+    const float scale2 = carried == Fmt::nvfp4 ? s.at<float>(0, l.down_input_scale)[a.expert] : 1.0f;
     tile_run<F>(n, s.at<uint8_t>(rank, l.gate_up) + pair * size, 2 * count, Blocks, x, [&](int i, const float* sums) {
       const V scale = tile_scale<F>(scales, pair + i);
       float* out = inner + i / 2 * n * 16;
       for (int t = 0; t < n; t++) {
         V v = load(sums + t * 16) * scale;
         if (Experts && m::expert_bias) v = v + load(s.at<float>(rank, l.gate_up_bias) + (pair + i) * 16);
-        if (i % 2 == 0) store(gate + t * 16, v);
-        else store(out + t * 16, swiglu<Experts && m::clamped_swiglu>(load(gate + t * 16), v));
+        if (i % 2 == 0) {
+          store(gate + t * 16, v);
+        } else {
+          store(out + t * 16, swiglu<Experts && m::clamped_swiglu>(load(gate + t * 16), v));
+          carry<carried>(out + t * 16, scale2);
+        }
       }
     });
     at += count;

@@ -40,7 +40,8 @@ BUFFERS = (
 # Sections that every rank holds whole, so that one rank's are read for all of them.
 _REPLICATED = (
     *("embed", "attn_norm", "q_norm", "k_norm", "sinks", "o_bias", "attn_residual_gate", "mlp_norm", "router"),
-    *("router_bias", "choice_bias", "pre_norm", "expert_norm", "mlp_out_norm", "mlp_residual_gate", "final_norm"),
+    *("router_bias", "choice_bias", "pre_norm", "down_input_scale", "expert_norm", "mlp_out_norm", "mlp_residual_gate"),
+    "final_norm",
 )
 
 
@@ -312,7 +313,7 @@ class _Step:
                 i,
                 Items(pairs, "16 rows of gate and of up", "active expert" if moe else ""),
                 *(("choice_bias", "pre_norm") if moe else ("mlp_norm",)),
-                *("gate_up", "gate_up.scale", "gate_up_bias"),
+                *("gate_up", "gate_up.scale", "gate_up_bias", "down_input_scale"),
                 routed=moe,
                 reads=reads,
                 writes=writes,

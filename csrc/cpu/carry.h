@@ -1,0 +1,82 @@
+// How the input of the experts' down projection is carried (`quantise.down_input`): as float32, or rounded to bf16 or to
+// NVFP4 under a calibrated global scale. The 16 output rows of a gate/up tile are one block of 16 channels of a token, so
+// a block is rounded where it is computed; an exchange carries the same blocks as bytes. Plain loops, one rounding an
+// operation: the bits are the same at every vector width.
+#pragma once
+#include <immintrin.h>
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstdint>
+
+#include "common/format.h"
+
+namespace mk {
+
+// 16 channels of a token. No code is 8 (-0), and a scale is 1 to 0x7e, or 0x7f where the channels are NaN: what is left is
+// free for an exchange that must tell "nothing yet" from a block.
+struct Nvfp4Block {
+  uint8_t codes[8];  // e2m1, the even channel in the low nibble
+  uint8_t scale;     // e4m3
+};
+
+// bf16 bits of a float32, to nearest even; beyond bf16 infinity, a NaN stays one.
+inline uint16_t to_bf16(float x) {
+  const uint32_t bits = std::bit_cast<uint32_t>(x);
+  const uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16, nan = bits >> 16 | 0x40;
+  return static_cast<uint16_t>((bits & 0x7fffffff) > 0x7f800000 ? nan : rounded);
+}
+inline float from_bf16(uint16_t bits) { return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16); }
+
+// e4m3 of a float32 in [2^-9, 448], to nearest even.
+inline uint8_t to_e4m3(float x) {
+  if (x < 0x1p-6f) return static_cast<uint8_t>(_mm_cvtss_si32(_mm_set_ss(x * 512)));  // subnormal: multiples of 2^-9
+  const uint32_t bits = std::bit_cast<uint32_t>(x);
+  return static_cast<uint8_t>(((bits + 0x7ffff + (bits >> 20 & 1)) >> 20) - (120 << 3));
+}
+inline float from_e4m3(uint8_t scale) {
+  return scale == 0x7f ? NAN : std::bit_cast<float>(static_cast<uint32_t>(scale) << 20) * 0x1p120f;
+}
+
+// nvidia-modelopt's dynamic quantiser but for the sign of zero: scale = e4m3(amax / (6 * scale2)) within [2^-9, 448], or 1
+// where that is zero; code = e2m1(x / (scale * scale2)), to nearest even. What is beyond the largest value, infinities
+// too, becomes the largest; a NaN makes all 16 channels NaN.
+inline Nvfp4Block encode_nvfp4(const float* x, float scale2) {
+  uint32_t top = 0;  // magnitudes are ordered as their bits are, NaN above all
+  for (int i = 0; i < 16; i++) top = std::max(top, std::bit_cast<uint32_t>(x[i]) & 0x7fffffff);
+  Nvfp4Block block;
+  if (top > 0x7f800000) {
+    std::fill(block.codes, block.codes + 8, uint8_t{0x77});
+    block.scale = 0x7f;
+    return block;
+  }
+  const float wanted = std::bit_cast<float>(top) / (6.0f * scale2);
+  block.scale = to_e4m3(wanted == 0 ? 1.0f : std::min(std::max(wanted, 0x1p-9f), 448.0f));
+  const float unit = from_e4m3(block.scale) * scale2;
+  uint8_t code[16];
+  for (int i = 0; i < 16; i++) {
+    const float a = std::fabs(x[i]) / unit;
+    const int magnitude = (a > 0.25f) + (a >= 0.75f) + (a > 1.25f) + (a >= 1.75f) + (a > 2.5f) + (a >= 3.5f) + (a > 5.0f);
+    code[i] = static_cast<uint8_t>(magnitude | (x[i] < 0 && magnitude > 0 ? 8 : 0));
+  }
+  for (int i = 0; i < 8; i++) block.codes[i] = static_cast<uint8_t>(code[2 * i] | code[2 * i + 1] << 4);
+  return block;
+}
+
+inline void decode_nvfp4(const Nvfp4Block& block, float scale2, float* x) {
+  constexpr float values[16] = {0, .5f, 1, 1.5f, 2, 3, 4, 6, 0, -.5f, -1, -1.5f, -2, -3, -4, -6};
+  const float unit = from_e4m3(block.scale) * scale2;
+  for (int i = 0; i < 16; i++) x[i] = values[block.codes[i / 2] >> (i % 2 * 4) & 15] * unit;
+}
+
+// Leaves in x what a block is once it was carried. scale2: of the expert, for NVFP4 alone.
+template <Fmt F>
+inline void carry(float* x, float scale2) {
+  static_assert(F == Fmt::f32 || F == Fmt::bf16 || F == Fmt::nvfp4);
+  if constexpr (F == Fmt::bf16)
+    for (int i = 0; i < 16; i++) x[i] = from_bf16(to_bf16(x[i]));
+  if constexpr (F == Fmt::nvfp4) decode_nvfp4(encode_nvfp4(x, scale2), scale2, x);
+}
+
+}  // namespace mk
