@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +34,9 @@ CUDA_FLAGS = (
     "-Xcompiler -fPIC,-fvisibility=hidden,-static-libstdc++,-static-libgcc "
     "-Xlinker --build-id=none,-z,relro,-z,now,--strip-all"
 ).split()
+# What is written before model.h of a GPU kernel, tried in this order until it does not spill: the code as it was tuned,
+# then one that keeps less in registers (kSpareRegisters in csrc/cuda/).
+VARIANTS = ("", "#define MK_SPARE_REGISTERS\n")
 
 
 @dataclass(frozen=True)
@@ -156,21 +159,46 @@ def compile_kernels(units: Sequence[Unit], folder: Path, stop: threading.Event |
     """Compiles kernels side by side, each in `folder`/name. Returns them by name. stop: once set, the compilers are
     ended.
 
+    A GPU kernel that spills registers is compiled again as the next of VARIANTS.
+
     Raises UserError when a tool is missing, InternalError with the compiler's own words when it fails or is ended, or
-    when a GPU kernel spills registers.
+    when a GPU kernel spills whatever its variant.
     """
     compilers = {target: compiler_of(target) for target in dict.fromkeys(unit.target for unit in units)}
+    made: dict[str, Kernel] = {}
+    for variant in VARIANTS:
+        left = [unit for unit in units if unit.name not in made]
+        spills = None
+        _run_compilers(left, compilers, variant, folder, stop or threading.Event())
+        for unit in left:
+            try:
+                made[unit.name] = _kernel(unit, compilers[unit.target], folder / unit.name / "kernel.so")
+            except cubin.Spills as error:
+                spills = error
+        if spills is None:
+            break
+    if spills:
+        raise spills
+    return {unit.name: made[unit.name] for unit in units}
+
+
+def _run_compilers(
+    units: Sequence[Unit],
+    compilers: Mapping[str, platform.Compiler],
+    variant: str,
+    folder: Path,
+    stop: threading.Event,
+) -> None:
     rules = ["ninja_required_version = 1.8\n"]
     for unit in units:
         (folder / unit.name).mkdir(parents=True, exist_ok=True)
-        (folder / unit.name / "model.h").write_text(unit.header)
+        (folder / unit.name / "model.h").write_text(variant + unit.header)
         rule = _cuda_rule if unit.target in CUDA_TARGETS else _rule
         rules.append(rule(unit, compilers[unit.target], folder))
     (folder / "build.ninja").write_text("\n".join(rules))
-    code, output = _run_ninja(folder, stop or threading.Event())
+    code, output = _run_ninja(folder, stop)
     if code:
         raise _failure(output)
-    return {unit.name: _kernel(unit, compilers[unit.target], folder / unit.name / "kernel.so") for unit in units}
 
 
 def _run_ninja(folder: Path, stop: threading.Event) -> tuple[int, str]:

@@ -18,9 +18,6 @@ SELDOM = ("scan", "list_weight", "list_find", "sort_list", "sum_runs", "collect"
 _SLOW_PATH = re.compile(r"\$__internal_\d+_\$__cuda_\w+_slowpath")
 # The kernels of a model in the order in which model.cu writes the shared memory of their launches.
 LAUNCHED = ("step_kernel", "decode_kernel")
-# Bytes a thread that a kernel may lay aside in stores: a few values between phases. Spills inside a loop are more, and
-# slow.
-SPILL_LIMIT = 64
 _EM_CUDA = 190
 _SHT_NOBITS = 8
 _STT_FUNC = 2
@@ -57,13 +54,12 @@ class Resources:
     @property
     def warning(self) -> str | None:
         """What makes this kernel slower than it need be."""
-        found = []
-        if self.hot > INSTRUCTION_CACHE:
-            over = (self.hot - INSTRUCTION_CACHE) / 1024
-            found.append(f"the code of a layer may be {over:.1f} KB more than the cache holds")
-        if self.spill_stores:
-            found.append(f"{self.spill_stores} B of registers are laid aside, {SPILL_LIMIT} are tolerated")
-        return "; ".join(found) or None
+        over = (self.hot - INSTRUCTION_CACHE) / 1024
+        return f"the code of a layer may be {over:.1f} KB more than the cache holds" if over > 0 else None
+
+
+class Spills(InternalError):
+    """A kernel lays registers aside in memory."""
 
 
 def report(library: bytes, ptxas: str, registers: int = 0, may_spill: bool = False) -> tuple[Resources, ...]:
@@ -72,8 +68,8 @@ def report(library: bytes, ptxas: str, registers: int = 0, may_spill: bool = Fal
     The host side writes the shared memory that it launches the kernels of LAUNCHED with, a uint32 each, into the
     section .mkpack.shared. registers: a thread of them must have at launch, because their warps deal them out again.
 
-    Raises InternalError when the two do not tell of the same kernels, when a kernel spills more than SPILL_LIMIT, or
-    when one of LAUNCHED has other registers than it deals out.
+    Raises Spills when a kernel spills, InternalError when the two do not tell of the same kernels, or when one of
+    LAUNCHED has other registers than it deals out.
     """
     code = dict(_code_sizes(library))
     found = {r.kernel: r for r in _read_ptxas(ptxas, code)}
@@ -82,9 +78,9 @@ def report(library: bytes, ptxas: str, registers: int = 0, may_spill: bool = Fal
             f"ptxas tells of the kernels {', '.join(sorted(found)) or 'none'}, but the compiled file holds "
             f"{', '.join(sorted(map(_plain, code))) or 'none'}; this CUDA release writes something else than expected"
         )
-    spilled = [r for r in found.values() if r.spill_stores > SPILL_LIMIT]
+    spilled = [r for r in found.values() if r.spill_stores or r.spill_loads]
     if spilled and not may_spill:
-        raise InternalError(
+        raise Spills(
             "a kernel that spills registers is slow, so this is not built: "
             + "; ".join(
                 f"{r.kernel} for {r.arch} spills {r.spill_stores} bytes in stores and {r.spill_loads} in loads"

@@ -3,6 +3,7 @@ whatever the order in which warps run, no races, and waits that end."""
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import emulator
@@ -12,6 +13,7 @@ import pytest
 from cuda_models import cuda_layout, muse_spec, small_spec
 
 from mkpack import abi
+from mkpack.compile import VARIANTS
 from mkpack.manifest import Limits
 from mkpack.spec import LayerSpec, SwigluSpec
 
@@ -108,3 +110,22 @@ def test_a_wait_that_ends_says_so(built):
     )
     assert first[1] == second[0] == abi.ERR_TIMEOUT
     assert re.match(r"a wait of 0.5 s ended: SM \d+ made no progress in phase ", first[2])
+
+
+def test_sparing_registers_changes_no_bit():
+    """What is compiled again where the tuned code spills: compile.VARIANTS."""
+    layout = cuda_layout(
+        small_spec(hidden_size=64, vocab_size=13, layers=TWO_LAYERS, moe={"intermediate_size": 768}), lm_head="fp8"
+    )
+    tuned = emulator.Emulated.random(layout, LIMITS, 3)
+    sparing = dataclasses.replace(tuned, header=VARIANTS[1] + tuned.header)
+    drawn = {"max_new_tokens": 3, "temperature": 1.0, "top_p": 0.9, "repetition_penalty": 1.1, "seed": 3}
+    calls = (
+        ("run", [PROMPT], {"cuts": [1, 16]}),
+        ("generate", [PROMPT[:2]], {"max_new_tokens": 3}),
+        ("generate", [PROMPT[:2]], drawn),
+    )
+    first, second = tuned.calls(*calls), sparing.calls(*calls, races=True)
+    assert first[0].tobytes() == second[0].tobytes()
+    assert first[1:] == second[1:]
+    assert all(code == abi.OK for _, code, _ in second[1:])

@@ -10,6 +10,13 @@ namespace mk {
 
 MK_HD int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
+// Where a kernel would spill, compile.py compiles it again like this: code that keeps less in registers, and waits more.
+#ifdef MK_SPARE_REGISTERS
+constexpr bool kSpareRegisters = true;
+#else
+constexpr bool kSpareRegisters = false;
+#endif
+
 // ---- shape of the machine ------------------------------------------------------------------------------------------
 constexpr int kWarps = 16;  // consumer warps of a block
 constexpr int kTeam = kWarps * 32;

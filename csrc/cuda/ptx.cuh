@@ -157,6 +157,12 @@ template <int kRegisters>
 __device__ __forceinline__ void registers_increase() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
+// threadIdx.x, read again at every call, where the compiler would keep it.
+__device__ __forceinline__ int thread_index() {
+  int i;
+  asm volatile("mov.u32 %0, %tid.x;" : "=r"(i));
+  return i;
+}
 // The compiler forgets what it knows of these values.
 __device__ __forceinline__ void forget(int& v) { asm volatile("" : "+r"(v)); }
 __device__ __forceinline__ void forget(int& v, int& w) { asm volatile("" : "+r"(v), "+r"(w)); }

@@ -70,7 +70,7 @@ struct TokenSampler {
       far = min(far, floor);
       sum = sum_runs(logits, distances, place_of(kFar - 1, kLastToken), s).all;
     }
-    int n = collect(logits, distances, 0, place_of(far, kLastToken), s);
+    int n = listed(collect(logits, distances, 0, place_of(far, kLastToken), s), s);
     if (n > kListTokens) return -1;
     sort_list(s.list, n, tid);
     if (top_k()) n = min(n, r.top_k);
@@ -171,7 +171,7 @@ struct TokenSampler {
       to = min(limit, from | ((uint64_t{1} << low) - 1));
       target = s.rest;
       if (s.inside > kListTokens) continue;  // never after the last digit: a place is there once
-      const int n = collect(logits, distances, from, to, s);
+      const int n = listed(collect(logits, distances, from, to, s), s);
       sort_list(s.list, n, tid);
       return s.list[by_weight ? list_find(s.list, n, 32, target, s, tid) : (int)target];
     }
@@ -217,11 +217,14 @@ __device__ __forceinline__ void penalise(float penalty, float* logits, const int
       for (int k = 0; k < kAhead; k++) {
         const uint32_t i = (uint32_t)(token[k] - first), bit = 1u << (i & 31);
         fresh[k] = token[k] >= first && i < tokens && !(atomicOr(&s.seen[i / 32], bit) & bit);
-        if (fresh[k]) v[k] = __ldcg(logits + token[k]);
+        if (fresh[k] && !kSpareRegisters) v[k] = __ldcg(logits + token[k]);
       }
 #pragma unroll
       for (int k = 0; k < kAhead; k++)
-        if (fresh[k]) logits[token[k]] = v[k] < 0 ? v[k] * penalty : v[k] / penalty;
+        if (fresh[k]) {
+          if (kSpareRegisters) v[k] = __ldcg(logits + token[k]);
+          logits[token[k]] = v[k] < 0 ? v[k] * penalty : v[k] / penalty;
+        }
     }
   }
 }

@@ -189,7 +189,8 @@ struct Logits {
 };
 __device__ __forceinline__ float component(float4 v, int k) { return k == 0 ? v.x : k == 1 ? v.y : k == 2 ? v.z : v.w; }
 
-// Lists the places in [from, to] and returns their number: exact up to kListTokens, else any above.
+// Lists the places in [from, to] and returns their number: exact up to kListTokens, else any above. Where registers are
+// spared the caller has it from listed(): what a called function returns may be handed over in the stack.
 template <int kVocab>
 MK_CALLED int collect(Logits<kVocab> logits, Distances distances, uint64_t from, uint64_t to, SamplerScratch& s) {
   const int lane = logits.tid & 31;
@@ -214,7 +215,10 @@ MK_CALLED int collect(Logits<kVocab> logits, Distances distances, uint64_t from,
     }
   });
   team_sync<kTeam>();
-  return min(s.listed, kListTokens + 1);
+  return kSpareRegisters ? 0 : min(s.listed, kListTokens + 1);
+}
+__device__ __forceinline__ int listed(int collected, const SamplerScratch& s) {
+  return kSpareRegisters ? min((int)s.listed, kListTokens + 1) : collected;
 }
 
 // Sums of the weights up to the limit: every thread's own of one run of tokens, those of the runs before, all.

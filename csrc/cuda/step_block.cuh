@@ -331,10 +331,13 @@ struct StepBlock {
 // 512 x 104 + 128 x 64 out of the same 61440 (asking for more than the launch took would never return).
 constexpr int kProducers = 128, kThreads = kProducers + kTeam;
 
+__device__ __forceinline__ int consumer_index() {
+  return (kSpareRegisters ? thread_index() : (int)threadIdx.x) - kProducers;
+}
 // What a consumer thread knows at the beginning of a step. Made anew for each: what a thread keeps in registers meanwhile
 // would have to survive the calls of the sampler.
 __device__ __forceinline__ StepBlock consumer(const StepParams& p, StepShared& s, uint32_t zero) {
-  int tid = threadIdx.x - kProducers;
+  int tid = consumer_index();
   forget(tid);
   return {p, s, __shfl_sync(~0u, tid / 32, 0), tid, zero};
 }

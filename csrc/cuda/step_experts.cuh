@@ -348,8 +348,8 @@ __device__ __forceinline__ void step_mix(StepBlock& b) {
 // their ranks, so it does not depend on what the other tokens chose.
 // Most chunks of a warp in a page; those whose inputs are loaded a page ahead.
 constexpr int kDownCount = ceil_div(tile_page_chunks(kMoeIntermediate, 0), kDownSplit);
-constexpr int kDownAhead = kDownCount < 4 ? kDownCount : 4;
-constexpr int kDownHeld = kDownCount <= 6 ? kDownCount : kDownAhead;  // inputs in registers at a time
+constexpr int kDownMost = kSpareRegisters ? 2 : 4, kDownAhead = kDownCount < kDownMost ? kDownCount : kDownMost;
+constexpr int kDownHeld = kDownCount <= 6 && !kSpareRegisters ? kDownCount : kDownAhead;  // inputs in registers at a time
 __device__ __forceinline__ void step_down(StepBlock& b, StepRing& ring) {
   b.stamp(kPhaseDown, 0);
   const int group = b.warp / 4, tile = b.warp % 4 / kDownSplit, part = b.warp % 4 % kDownSplit;

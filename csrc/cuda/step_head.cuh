@@ -75,7 +75,7 @@ __device__ __forceinline__ void choose_token(const StepParams& p, StepShared& s)
       StepBlock b = consumer(p, s, 0);
       const int chosen = sample<kVocab>(p.sampling, p.logits + (int64_t)(s.first + last) * kHeadRows, p.history,
                                         next_position(b), next_position(b), b.tid, *b.scratch<SamplerScratch>());
-      if (threadIdx.x == kProducers) p.shared_token[0] = chosen;
+      if (consumer_index() == 0) p.shared_token[0] = chosen;
     }
     StepBlock b = consumer(p, s, 0);
     b.meet();

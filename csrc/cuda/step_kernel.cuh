@@ -6,6 +6,88 @@
 
 namespace mk {
 
+// How a phase gets what a thread knows: of itself, and of the ring that it takes pages from.
+struct TunedPhases {
+  StepBlock b;
+  StepRing dense, expert;
+
+  template <class Phase>
+  __device__ __forceinline__ void with_dense(Phase&& phase) {
+    phase(b, dense);
+  }
+  template <class Phase>
+  __device__ __forceinline__ void with_expert(Phase&& phase) {
+    phase(b, expert);
+  }
+  template <class Phase>
+  __device__ __forceinline__ void without(Phase&& phase) {
+    phase(b);
+  }
+  __device__ __forceinline__ void leave() {
+    if (b.tid == 0) b.s.dense_pages = dense.n, b.s.expert_pages = expert.n;
+  }
+};
+// The same where registers are spared: asked for anew in every phase, and pages counted in shared memory.
+struct SparingPhases {
+  const StepParams& p;
+  StepShared& s;
+  uint32_t zero;
+
+  template <class Phase>
+  __device__ __forceinline__ void with(uint64_t* full, uint64_t* empty, uint32_t& pages, Phase&& phase) {
+    StepBlock b = consumer(p, s, zero);
+    StepRing ring{smem_address(full), smem_address(empty), pages};
+    phase(b, ring);
+    if (b.tid == 0) pages = ring.n;
+    team_sync<kTeam>();
+  }
+  template <class Phase>
+  __device__ __forceinline__ void with_dense(Phase&& phase) {
+    with(s.dense_full, s.dense_empty, s.dense_pages, phase);
+  }
+  template <class Phase>
+  __device__ __forceinline__ void with_expert(Phase&& phase) {
+    with(s.expert_full, s.expert_empty, s.expert_pages, phase);
+  }
+  template <class Phase>
+  __device__ __forceinline__ void without(Phase&& phase) {
+    StepBlock b = consumer(p, s, zero);
+    phase(b);
+  }
+  __device__ __forceinline__ void leave() {}
+};
+
+// All layers of a step, and its logits.
+template <int kTiles, class Phases>
+__device__ __forceinline__ void run_layers(const StepParams& p, StepShared& s, Phases&& phases) {
+#pragma unroll 1
+  do {
+    phases.with_dense([](StepBlock& b, StepRing& ring) { step_qkv<kTiles>(b, ring); });
+    phases.with_expert([](StepBlock& b, StepRing& ring) { step_attention(b, ring); });
+    phases.without([](StepBlock& b) { step_combine(b); });
+    phases.with_dense([](StepBlock& b, StepRing& ring) { step_out<kTiles>(b, ring); });
+    if constexpr (kHasDense)
+      if (is_dense(s.layer)) {
+        phases.with_dense([](StepBlock& b, StepRing& ring) { step_mlp_pair<kTiles>(b, ring); });
+        phases.with_dense([](StepBlock& b, StepRing& ring) { step_mlp_down<kTiles>(b, ring); });
+        continue;
+      }
+    if constexpr (kNarrow) phases.with_dense([](StepBlock& b, StepRing& ring) { step_pre_proj<kTiles>(b, ring); });
+    phases.without([](StepBlock& b) { step_router(b); });
+    phases.without([](StepBlock& b) { step_choose(b); });
+    phases.with_expert([](StepBlock& b, StepRing& ring) {
+      step_pair(b, ring);
+      step_down(b, ring);
+    });
+    if constexpr (kNarrow) {
+      phases.without([](StepBlock& b) { step_mix(b); });
+      phases.with_dense([](StepBlock& b, StepRing& ring) { step_post_proj<kTiles>(b, ring); });
+    }
+  } while (s.layer < kLayers);
+  if (step_at(p, s.step).head) phases.with_dense([](StepBlock& b, StepRing& ring) { step_head<kTiles>(b, ring); });
+  phases.leave();
+}
+
 // Everything of a step up to its logits.
 template <int kTiles>
 __device__ __forceinline__ void run_step(const StepParams& p, StepShared& s, uint32_t zero) {
@@ -21,30 +103,10 @@ __device__ __forceinline__ void run_step(const StepParams& p, StepShared& s, uin
   }
   team_sync<kTeam>();
   step_embed(b, s.step < given_steps(p) ? p.history + b.position() : &s.token);
-#pragma unroll 1
-  do {
-    step_qkv<kTiles>(b, dense);
-    step_attention(b, expert);
-    step_combine(b);
-    step_out<kTiles>(b, dense);
-    if constexpr (kHasDense)
-      if (is_dense(b.layer())) {
-        step_mlp_pair<kTiles>(b, dense);
-        step_mlp_down<kTiles>(b, dense);
-        continue;
-      }
-    if constexpr (kNarrow) step_pre_proj<kTiles>(b, dense);
-    step_router(b);
-    step_choose(b);
-    step_pair(b, expert);
-    step_down(b, expert);
-    if constexpr (kNarrow) {
-      step_mix(b);
-      step_post_proj<kTiles>(b, dense);
-    }
-  } while (s.layer < kLayers);
-  if (step_at(p, s.step).head) step_head<kTiles>(b, dense);
-  if (b.tid == 0) s.dense_pages = dense.n, s.expert_pages = expert.n;
+  if constexpr (kSpareRegisters)
+    run_layers<kTiles>(p, s, SparingPhases{p, s, zero});
+  else
+    run_layers<kTiles>(p, s, TunedPhases{b, dense, expert});
 }
 
 // kTiles: groups of eight tokens that a step may have, 1 or 2. kDrawn: tokens may be drawn.
@@ -83,10 +145,10 @@ __global__ void __launch_bounds__(kThreads, 1) step_kernel(__grid_constant__ con
       announce_token(p, s);
     }
     team_sync<kTeam>();
-    if (threadIdx.x == kProducers) s.ended |= ++s.step >= step_count(p);
+    if (consumer_index() == 0) s.ended |= ++s.step >= step_count(p);
     team_sync<kTeam>();
   } while (!s.ended);
-  if (threadIdx.x == kProducers) *(volatile int32_t*)&s.quit = 1;
+  if (consumer_index() == 0) *(volatile int32_t*)&s.quit = 1;
   barrier_sync<2, kChosenThreads>();  // lets the expert warps see it
 }
 

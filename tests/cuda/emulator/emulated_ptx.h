@@ -98,6 +98,7 @@ template <int kRegisters>
 __device__ __forceinline__ void registers_decrease() {}
 template <int kRegisters>
 __device__ __forceinline__ void registers_increase() {}
+__device__ __forceinline__ int thread_index() { return (int)threadIdx.x; }
 __device__ __forceinline__ void forget(int&) {}
 __device__ __forceinline__ void forget(int&, int&) {}
 
