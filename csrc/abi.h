@@ -102,6 +102,10 @@ int32_t mk_time_step(mk_model* model, const int32_t* tokens, int32_t num_tokens,
  * MK_ERR_ARGUMENT when the kernel was compiled without. */
 int32_t mk_trace(mk_model* model, const int32_t* tokens, int32_t num_tokens, int32_t num_steps, int64_t* stamps,
                  mk_trace_shape* shape);
+/* mk_step that also tells the hidden states: hidden receives [num_layers, num_tokens, hidden_size] float32, the residual of
+ * every token after each of `layers` (from 0 on), in their order; after the last layer before the final norm. */
+int32_t mk_step_taps(mk_model* model, const int32_t* tokens, int32_t num_tokens, float* logits, int32_t num_logits,
+                     const int32_t* layers, int32_t num_layers, float* hidden);
 #ifdef __cplusplus
 }
 #endif

@@ -112,8 +112,15 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
         c_int32,
         (c_void_p, POINTER(c_int32), c_int32, c_int32, POINTER(c_int64), POINTER(TraceShape)),
     ),
+    "mk_step_taps": (
+        c_int32,
+        (
+            *(c_void_p, POINTER(c_int32), c_int32, POINTER(c_float), c_int32),
+            *(POINTER(c_int32), c_int32, POINTER(c_float)),
+        ),
+    ),
 }
-OPTIONAL = frozenset({"mk_time_step", "mk_trace"})  # those that a kernel may lack
+OPTIONAL = frozenset({"mk_time_step", "mk_trace", "mk_step_taps"})  # those that a kernel may lack
 
 # How the header spells the types of struct fields.
 _C_TYPES: dict[Any, str] = {

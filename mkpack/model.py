@@ -178,9 +178,26 @@ class Model:
 
         Returns the logits of the last num_logits tokens: float32 [num_logits, vocab_size].
         """
+        return self._step(tokens, num_logits, ())[0]
+
+    def step_taps(
+        self, tokens: Sequence[int], layers: Sequence[int], num_logits: int = 1
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """step(), and hidden states, which a drafter reads.
+
+        Returns the logits, and float32 [len(layers), len(tokens), hidden_size]: the residual after each of `layers`
+        (from 0 on), after the last layer before the final norm.
+        """
+        if not layers:
+            raise UserError("layers is empty: expected the numbers of the layers whose hidden states are wanted")
+        return self._step(tokens, num_logits, layers)
+
+    def _step(self, tokens: Sequence[int], num_logits: int, layers: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         import numpy as np
 
-        ids = self._token_ids(tokens, "tokens")
+        ids, last = self._token_ids(tokens, "tokens"), len(self.spec.layers) - 1
+        if bad := [layer for layer in layers if not 0 <= layer <= last]:
+            raise UserError(f"layers: expected 0 to {last}, found {', '.join(map(str, bad))}")
         if not 0 <= num_logits <= len(ids):
             raise UserError(f"num_logits is {num_logits}; expected 0 to {len(ids)}, the number of tokens")
         if self._digests:
@@ -189,15 +206,21 @@ class Model:
         if held + len(ids) > self.context:
             raise UserError(f"{len(ids)} tokens do not fit: the context is {self.context}, {held} positions are taken")
         logits = np.empty((num_logits, self.spec.vocab_size), np.float32)
+        hidden = np.empty((len(layers), len(ids), self.spec.hidden_size), np.float32)
         first, most = len(ids) - num_logits, self.manifest.limits.tokens_per_step
         known, self._cached = self._cached, []
         for start in range(0, len(ids), most):
             part = ids[start : start + most]
             rows = slice(max(0, start - first), max(0, start + len(part) - first))
-            self._native.step(part, logits[rows])
+            if layers:
+                taken = np.empty((len(layers), len(part), self.spec.hidden_size), np.float32)
+                self._native.step_taps(part, logits[rows], layers, taken)
+                hidden[:, start : start + len(part)] = taken
+            else:
+                self._native.step(part, logits[rows])
         if len(known) == held:
             self._cached = known + ids
-        return logits
+        return logits, hidden
 
     def generate(self, prompt: Prompt, *, raw: bool = False, **options: Unpack[GenerateOptions]) -> Generation[str]:
         """Answers one prompt from an empty cache; iterate over the pieces of text as they come.

@@ -13,7 +13,7 @@ import queue
 import threading
 from _ctypes import dlclose
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mkpack import abi
 from mkpack.errors import InternalError, UserError
@@ -150,8 +150,17 @@ class NativeModel:
     def step(self, tokens: Sequence[int], logits: np.ndarray) -> None:
         """Runs at most MAX_STEP_TOKENS tokens; logits: float32 [num_logits, vocab_size], contiguous, filled in."""
         handle, ids = self._ready(), (ctypes.c_int32 * len(tokens))(*tokens)
-        target = logits.ctypes.data_as(ctypes.POINTER(ctypes.c_float)) if len(logits) else None
-        self._check(self._library.lib.mk_step(handle, ids, len(tokens), target, len(logits)), "a step")
+        self._check(self._library.lib.mk_step(handle, ids, len(tokens), _floats(logits), len(logits)), "a step")
+
+    def step_taps(self, tokens: Sequence[int], logits: np.ndarray, layers: Sequence[int], hidden: np.ndarray) -> None:
+        """step(); hidden: float32 [len(layers), len(tokens), hidden_size], contiguous, filled in."""
+        if not hasattr(self._library.lib, "mk_step_taps"):
+            raise UserError("this kernel tells no hidden states: it was built by an older mkpack; build it again")
+        handle, ids = self._ready(), (ctypes.c_int32 * len(tokens))(*tokens)
+        taps = (ctypes.c_int32 * len(layers))(*layers)
+        call = self._library.lib.mk_step_taps
+        code = call(handle, ids, len(tokens), _floats(logits), len(logits), taps, len(layers), _floats(hidden))
+        self._check(code, "a step")
 
     def read_bandwidth(self) -> float:
         handle, result = self._ready(), ctypes.c_double()
@@ -193,6 +202,11 @@ class NativeModel:
         handle, self._handle = self._handle, None
         self._library.lib.mk_destroy(handle)
         self._library.close()
+
+
+def _floats(array: np.ndarray) -> Any:
+    """Pointer to float32 numbers, or None where there are none."""
+    return array.ctypes.data_as(ctypes.POINTER(ctypes.c_float)) if array.size else None
 
 
 class Run:

@@ -366,6 +366,14 @@ def reference_logits(model: Any, tokens: Sequence[int], weights: Mapping[str, np
         return model(torch.tensor([list(tokens)]), use_cache=False).logits[0].numpy()
 
 
+def reference_hidden(model: Any, tokens: Sequence[int]) -> np.ndarray:
+    """float32 hidden_states [layers + 1, len(tokens), hidden_size] of a `reference` model: the embeddings, then what
+    leaves every layer, of the last one behind the final norm."""
+    with torch.inference_mode():
+        out = model(torch.tensor([list(tokens)]), use_cache=False, output_hidden_states=True)
+        return torch.stack([state[0] for state in out.hidden_states]).numpy()
+
+
 def greedy(model: Any, prompt: Sequence[int], n: int, weights: Mapping[str, np.ndarray] | None = None) -> list[int]:
     """The n tokens that greedy decoding adds to `prompt`, stop tokens not heeded, ties to the lowest id."""
     model = reference(model, weights) if isinstance(model, str | Path) else model

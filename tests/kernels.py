@@ -227,6 +227,17 @@ class Model:
         assert code == abi.OK, self.error()
         return out
 
+    def try_step_taps(
+        self, tokens: Sequence[int], layers: Sequence[int], hidden_size: int
+    ) -> tuple[int, np.ndarray, np.ndarray]:
+        """(code, logits of all tokens, hidden [len(layers), len(tokens), hidden_size])."""
+        out = np.full((len(tokens), self.vocab_size), np.nan, np.float32)
+        hidden = np.full((len(layers), len(tokens), hidden_size), np.nan, np.float32)
+        ids, taps = (ctypes.c_int32 * len(tokens))(*tokens), (ctypes.c_int32 * len(layers))(*layers)
+        rows, states = (a.ctypes.data_as(ctypes.POINTER(ctypes.c_float)) for a in (out, hidden))
+        n = len(tokens)
+        return int(self.lib.mk_step_taps(self.handle, ids, n, rows, n, taps, len(layers), states)), out, hidden
+
     def run(self, tokens: Sequence[int], cuts: Sequence[int] = ()) -> np.ndarray:
         """Logits [len(tokens), vocab] of a fresh sequence; cuts: sizes of the first chunks, then full steps."""
         assert self.truncate(0) == abi.OK

@@ -22,6 +22,16 @@ def logits(spec: ModelSpec, weights: Weights, tokens: Sequence[int], down_input:
     weights["layers.3.down_input_scale"], one an expert.
     """
     w = {name: np.asanyarray(array, dtype=np.float64) for name, array in weights.items()}
+    x = hidden(spec, w, tokens, down_input)[-1]
+    x = _normed(x, spec.rms_norm_eps) * w["final_norm"]
+    y = x @ w["embed" if spec.tie_word_embeddings else "lm_head"].T * spec.logit_scale
+    return spec.logit_softcap * np.tanh(y / spec.logit_softcap) if spec.logit_softcap else y
+
+
+def hidden(spec: ModelSpec, weights: Weights, tokens: Sequence[int], down_input: Carry | None = None) -> np.ndarray:
+    """The residual after every layer, [layers, len(tokens), hidden_size] in float64."""
+    w = {name: np.asanyarray(array, dtype=np.float64) for name, array in weights.items()}
+    states = []
     x = w["embed"][list(tokens)]
     if spec.embed_norm:
         x = _normed(x, spec.rms_norm_eps)
@@ -34,9 +44,8 @@ def logits(spec: ModelSpec, weights: Weights, tokens: Sequence[int], down_input:
         if spec.sandwich:
             y = y * (1 + w[p + "mlp_out_norm"])
         x = _residual(spec, w, p, "mlp", x, y)
-    x = _normed(x, spec.rms_norm_eps) * w["final_norm"]
-    y = x @ w["embed" if spec.tie_word_embeddings else "lm_head"].T * spec.logit_scale
-    return spec.logit_softcap * np.tanh(y / spec.logit_softcap) if spec.logit_softcap else y
+        states.append(x)
+    return np.stack(states)
 
 
 def _normed(x: np.ndarray, eps: float) -> np.ndarray:

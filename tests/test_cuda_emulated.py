@@ -75,13 +75,25 @@ def relative_error(found: np.ndarray, wanted: np.ndarray) -> float:
 
 
 def test_logits_and_tokens_of_the_plain_model(built):
-    logits, _, generated = built.calls(
-        ("run", [PROMPT], {"cuts": [1, 16]}), ("truncate", [0], {}), ("generate", [PROMPT], {"max_new_tokens": 6})
+    spec = built.layout.spec
+    layers = list(range(len(spec.layers)))[::-1]
+    logits, _, (tapped_code, tapped, hidden), (bad_code, *_), _, generated = built.calls(
+        ("run", [PROMPT], {"cuts": [1, 16]}),
+        ("truncate", [0], {}),
+        ("try_step_taps", [PROMPT[:16], layers, spec.hidden_size], {}),
+        ("try_step_taps", [PROMPT[:1], [len(layers)], spec.hidden_size], {}),
+        ("truncate", [0], {}),
+        ("generate", [PROMPT], {"max_new_tokens": 6}),
     )
     tokens, code, error = generated
     assert (code, error, len(tokens)) == (abi.OK, "", 6)
     wanted = plain_model.logits(built.layout.spec, built.weights.plain(), [*PROMPT, *tokens])
     assert relative_error(logits, wanted[: len(PROMPT)]) < 2e-2  # bf16 inputs of every product
+    assert (tapped_code, bad_code) == (abi.OK, abi.ERR_ARGUMENT)
+    assert relative_error(tapped, wanted[:16]) < 2e-2
+    states = plain_model.hidden(spec, built.weights.plain(), PROMPT[:16])
+    for layer, found in zip(layers, hidden, strict=True):
+        assert relative_error(found, states[layer]) < 2e-2
     # every chosen token is as good as the best, but for such an error
     rows = wanted[len(PROMPT) - 1 : -1]
     assert (rows.max(axis=1) - rows[range(6), tokens] < 2e-2 * np.abs(rows).max()).all()

@@ -41,6 +41,11 @@ CASES = [
 ]
 
 
+def final_norm(reference) -> np.ndarray:
+    weights = [w for name, w in reference.named_parameters() if name.endswith("model.norm.weight")]
+    return weights[0].detach().numpy() if len(weights) == 1 else 1.0
+
+
 @pytest.mark.parametrize(("case", "options", "keys"), CASES, ids=[case for case, _, _ in CASES])
 def test_tokens_of_an_artifact_are_those_of_transformers(tmp_path, case, options, keys):
     checkpoint = families.make_case(tmp_path / "checkpoint", case, **options)
@@ -50,8 +55,16 @@ def test_tokens_of_an_artifact_are_those_of_transformers(tmp_path, case, options
     with load(path, threads=2) as model:
         tokens = builds.generated(model, prompt, 64)
         model.reset()
-        logits = model.step([*prompt, *tokens], len(prompt) + 64)
+        spec = model.spec
+        layers = list(range(len(spec.layers)))[::-1]
+        logits, hidden = model.step_taps([*prompt, *tokens], layers, len(prompt) + 64)
     expected = families.reference_logits(reference, [*prompt, *tokens])
     assert len(tokens) == 64
     builds.assert_greedy(expected, prompt, tokens)
     assert builds.relative_error(logits, expected) < 2e-3
+    states = families.reference_hidden(reference, [*prompt, *tokens])
+    assert hidden.shape == states[1:].shape
+    for layer, found in zip(layers[1:], hidden[1:], strict=True):  # the last layer's are behind the final norm there
+        assert builds.relative_error(found, states[layer + 1]) < 2e-3
+    scaled = hidden[0] / np.sqrt((hidden[0] ** 2).mean(axis=1, keepdims=True) + spec.rms_norm_eps)
+    assert builds.relative_error(scaled * final_norm(reference), states[-1]) < 2e-3

@@ -293,6 +293,13 @@ def test_step_gives_the_last_logits_over_any_number_of_tokens(make):
         ):
             with pytest.raises(UserError, match=match):
                 model.step(tokens, wanted)
+        for layers, match in (
+            ([], "layers is empty"),
+            ([0, -1, 99], f"layers: expected 0 to {len(SPEC.layers) - 1}, found -1, 99"),
+            ([0], "tells no hidden states"),  # a kernel from before they existed
+        ):
+            with pytest.raises(UserError, match=match):
+                model.step_taps([1], layers)
         with pytest.raises(UserError, match="truncate the cache to 15"):
             model.truncate(15)
         model.reset()

@@ -1,4 +1,6 @@
 // The CPU megakernel: one step is every phase of every layer, run by threads that meet only at barriers. And the C ABI.
+#include <iterator>
+
 #include "abi.h"
 #include "cpu/attention.h"
 #include "cpu/head.h"
@@ -61,14 +63,39 @@ inline void run_phase(State& s, m::Phase phase, int layer, int tid) {
 
 inline const char* name(m::Phase phase) { return m::phase_names[static_cast<size_t>(phase)]; }
 
+// Whether a layer ends with stage i; all threads meet after it.
+constexpr bool ends_layer(size_t i) {
+  return m::stages[i].layer >= 0 && (i + 1 == std::size(m::stages) || m::stages[i + 1].layer != m::stages[i].layer);
+}
+constexpr bool layers_end_at_barriers() {
+  for (size_t i = 0; i < std::size(m::stages); i++)
+    if (ends_layer(i) && !m::stages[i].barrier) return false;
+  return true;
+}
+static_assert(layers_end_at_barriers(), "x is not whole when it is tapped");
+
+// Keeps x for whoever asked for it after this layer. By thread 0, on its way from the layer's last barrier to the next one,
+// before which nobody changes x.
+inline void tap(const State& s, int layer) {
+  const Step& step = s.step;
+  for (int i = 0; i < step.taps; i++)
+    if (step.tapped[i] == layer)
+      for (int t = 0; t < step.count; t++)
+        for (int channel = 0; channel < m::hidden_size; channel++)
+          step.hidden[(int64_t{i} * step.count + t) * m::hidden_size + channel] =
+              s.x[(int64_t{channel / 16} * step.slots + t) * 16 + channel % 16];
+}
+
 // Every thread's part of one step, in the order of the schedule. False: a barrier gave up.
 inline bool forward(State& s, int tid) {
   // Read before the last barrier: after it thread 0 may be setting up the next step already.
   const bool head = s.step.logits > 0;
-  for (const m::Stage& stage : m::stages) {
+  for (size_t i = 0; i < std::size(m::stages); i++) {
+    const m::Stage& stage = m::stages[i];
     if (stage.phase == m::Phase::head && !head) return true;
     run_phase(s, stage.phase, stage.layer, tid);
     if (stage.barrier && !s.team.barrier(tid, name(stage.phase), stage.layer)) return false;
+    if (tid == 0 && s.step.taps && ends_layer(i)) tap(s, stage.layer);
   }
   return true;
 }
@@ -90,6 +117,7 @@ struct mk_model {
     step.slots = round_tokens(count);
     step.start = state.length;
     step.logits = logits;
+    step.taps = 0;
     std::copy(tokens, tokens + count, step.tokens);
     begin_step(state);
     state.length += count;
@@ -184,16 +212,24 @@ __attribute__((visibility("default"))) int32_t mk_truncate(mk_model* model, int3
   return MK_OK;
 }
 
-__attribute__((visibility("default"))) int32_t mk_step(mk_model* model, const int32_t* tokens, int32_t count, float* logits,
-                                                       int32_t num_logits) {
+__attribute__((visibility("default"))) int32_t mk_step_taps(mk_model* model, const int32_t* tokens, int32_t count,
+                                                            float* logits, int32_t num_logits, const int32_t* layers,
+                                                            int32_t num_layers, float* hidden) {
   State& s = model->state;
   if (count < 1 || count > kMaxTokens)
     return fail(MK_ERR_ARGUMENT, "a step takes 1 to " + std::to_string(kMaxTokens) + " tokens, given " + std::to_string(count));
   if (num_logits < 0 || num_logits > count) return fail(MK_ERR_ARGUMENT, "num_logits must be 0 to the number of tokens");
+  for (int32_t i = 0; i < num_layers; i++)
+    if (layers[i] < 0 || layers[i] >= m::num_layers)
+      return fail(MK_ERR_ARGUMENT, "layer " + std::to_string(layers[i]) + " is not one of the " +
+                                       std::to_string(m::num_layers) + " layers");
   if (s.team.failed()) return fail(MK_ERR_TIMEOUT, s.team.failure());
   if (int32_t code = check_tokens(model, tokens, count)) return code;
   const DefaultFloats floats;
   model->set_step(tokens, count, logits ? num_logits : 0);
+  s.step.tapped = layers;
+  s.step.taps = num_layers;
+  s.step.hidden = hidden;
   s.team.run([&](int tid) {
     const DefaultFloats worker_floats;
     forward(s, tid);
@@ -202,6 +238,11 @@ __attribute__((visibility("default"))) int32_t mk_step(mk_model* model, const in
   for (int i = 0; logits && i < num_logits; i++)
     std::copy_n(s.logits.data() + int64_t{i} * kVocabTiles * 16, m::vocab_size, logits + int64_t{i} * m::vocab_size);
   return MK_OK;
+}
+
+__attribute__((visibility("default"))) int32_t mk_step(mk_model* model, const int32_t* tokens, int32_t count, float* logits,
+                                                       int32_t num_logits) {
+  return mk_step_taps(model, tokens, count, logits, num_logits, nullptr, 0, nullptr);
 }
 
 __attribute__((visibility("default"))) int32_t mk_generate(mk_model* model, const int32_t* prompt, int32_t num_prompt,

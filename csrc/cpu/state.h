@@ -123,6 +123,10 @@ struct Step {
   int slots = 0;  // round_tokens(count)
   int start = 0;
   int logits = 0;  // of the last this many tokens
+  // Layers after which x is kept, as [taps][count][hidden_size].
+  const int32_t* tapped = nullptr;
+  int taps = 0;
+  float* hidden = nullptr;
   int32_t tokens[kMaxTokens];
   static_assert(kMaxTokens == m::buffer_tokens);
 };

@@ -176,23 +176,39 @@ MK_EXPORT int32_t mk_truncate(mk_model* model, int32_t length) {
   return MK_OK;
 }
 
-MK_EXPORT int32_t mk_step(mk_model* model, const int32_t* tokens, int32_t count, float* logits, int32_t num_logits) {
+MK_EXPORT int32_t mk_step_taps(mk_model* model, const int32_t* tokens, int32_t count, float* logits, int32_t num_logits,
+                               const int32_t* layers, int32_t num_layers, float* hidden) {
   if (int32_t code = check_step(model, tokens, count)) return code;
   if (num_logits < 0 || num_logits > count)
     return fail(MK_ERR_ARGUMENT, "num_logits must be 0 to the number of tokens");
+  for (int32_t i = 0; i < num_layers; i++)
+    if (layers[i] < 0 || layers[i] >= kLayers)
+      return fail(MK_ERR_ARGUMENT, "layer " + std::to_string(layers[i]) + " is not one of the " + std::to_string(kLayers) +
+                                       " layers");
   return guarded(model, [&] {
+    if (num_layers > 0 && !model->taps)
+      model->taps = std::make_unique<DeviceArray<float>>((size_t)kLayers * kMaxTokens * kHidden);
     const int wanted = logits ? num_logits : 0;
     model->give(tokens, count);
+    model->params.taps = num_layers > 0 ? model->taps->get() : nullptr;
     model->launch(count, 0, 0, wanted, nullptr);
+    model->params.taps = nullptr;
     model->finish();
     model->length += count;
-    if (wanted)
-      for (int i = 0; i < wanted; i++)
-        check(cudaMemcpy(logits + (size_t)i * kVocab, model->logits() + (size_t)(count - wanted + i) * kHeadRows,
-                         kVocab * sizeof(float), cudaMemcpyDeviceToHost),
-              "copying logits from the GPU");
+    for (int i = 0; i < wanted; i++)
+      check(cudaMemcpy(logits + (size_t)i * kVocab, model->logits() + (size_t)(count - wanted + i) * kHeadRows,
+                       kVocab * sizeof(float), cudaMemcpyDeviceToHost),
+            "copying logits from the GPU");
+    for (int i = 0; i < num_layers; i++)
+      check(cudaMemcpy(hidden + (size_t)i * count * kHidden, model->taps->get() + (size_t)layers[i] * kMaxTokens * kHidden,
+                       (size_t)count * kHidden * sizeof(float), cudaMemcpyDeviceToHost),
+            "copying hidden states from the GPU");
     return MK_OK;
   });
+}
+
+MK_EXPORT int32_t mk_step(mk_model* model, const int32_t* tokens, int32_t count, float* logits, int32_t num_logits) {
+  return mk_step_taps(model, tokens, count, logits, num_logits, nullptr, 0, nullptr);
 }
 
 MK_EXPORT int32_t mk_generate(mk_model* model, const int32_t* prompt, int32_t num_prompt, const mk_request* request,

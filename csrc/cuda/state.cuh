@@ -3,6 +3,7 @@
 #include <atomic>
 #include <chrono>
 #include <cmath>
+#include <memory>
 #include <string>
 #include <thread>
 #include <vector>
@@ -103,6 +104,7 @@ struct mk_model {
   int32_t failure = MK_OK;
   std::string failure_text;
   std::atomic<bool> cancelled{false};
+  std::unique_ptr<mk::DeviceArray<float>> taps;  // [kLayers][kMaxTokens][kHidden], once it was asked for
 
   mk_model(const void* blob, int context, double wait_limit_s);
 
