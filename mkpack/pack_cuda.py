@@ -287,7 +287,7 @@ def parse(layout: CudaLayout, tensor: str) -> tuple[int, int | None, str]:
     return layer, expert, part
 
 
-_MOE_ONLY = ("router", "pre_norm", "expert_norm", "pre_proj", "post_proj")
+_MOE_ONLY = ("router", "router_bias", "choice_bias", "pre_norm", "expert_norm", "pre_proj", "post_proj")
 
 
 @dataclass(frozen=True)

@@ -43,8 +43,8 @@ def small_spec(**changes: Any) -> ModelSpec:
 
 
 def muse_spec(**changes: Any) -> ModelSpec:
-    """small_spec() with everything that Muse Spark has but the scores of its router: experts of 128 channels, a dense
-    layer of 72 between two with experts, the first without rope."""
+    """small_spec() with everything that Muse Spark has: experts of 128 channels, a dense layer of 72 between two with
+    experts, the first without rope."""
     fields: dict[str, Any] = {
         "qk_norm": True,
         "qk_norm_weight": False,
@@ -63,7 +63,10 @@ def muse_spec(**changes: Any) -> ModelSpec:
         ),
         "dense_intermediate_size": 72,
     }
-    moe = {"hidden_size": 128, "expert_norm_eps": 1e-8, **changes.pop("moe", {})}
+    moe = {
+        **{"hidden_size": 128, "expert_norm_eps": 1e-8, "scoring": "sigmoid", "choice_bias": True, "router_scale": 0.2},
+        **{"norm_topk_eps": 1e-15, "routed_scaling_factor": 2.5, **changes.pop("moe", {})},
+    }
     return small_spec(**{**fields, **changes}, moe=moe)
 
 

@@ -19,8 +19,14 @@ from mkpack.spec import LayerSpec, SwigluSpec
 
 LIMITS = Limits(context=64, tokens_per_step=16)
 TWO_LAYERS = (LayerSpec(moe=True), LayerSpec(moe=True, sliding_window=7))
-KINDS = (LayerSpec(moe=False, sliding_window=7), LayerSpec(moe=True, rope=False))
-MUSE = muse_spec(hidden_size=64, vocab_size=13, layers=KINDS)
+MUSE = muse_spec(
+    hidden_size=64,
+    vocab_size=13,
+    qkv_bias=True,
+    o_bias=True,
+    layers=(LayerSpec(moe=False, sliding_window=7), LayerSpec(moe=True, rope=False)),
+    moe={"expert_bias": True},
+)
 SIGMOID = small_spec(
     hidden_size=64,
     vocab_size=13,

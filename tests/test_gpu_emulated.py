@@ -49,7 +49,7 @@ def recipe(tmp_path_factory):
         patch.setattr(platform, "nvcc", lambda: platform.Compiler(("nvcc",), "13.0"))
         gpu = CudaDriver("13.0", (CudaDevice("emulated", "9.0", 160),))
         patch.setattr(platform, "cuda_driver", lambda: gpu)
-        checkpoint = families.make_checkpoint(folder / "checkpoint", "qwen3_moe", **SHAPE)
+        checkpoint = families.make_checkpoint(folder / "checkpoint", "qwen3_moe", **SHAPE, mlp_only_layers=[1])
         keys = {"targets": ["native", "sm_90a"], "quantise": {"attention": "fp8"}, "limits": {"context": 48}}
         yield builds.write_recipe(folder / "recipe.yaml", checkpoint, **keys)
 
@@ -79,13 +79,18 @@ def test_both_kernels_give_the_same_tokens(artifact):
 FAMILIES = {
     "gpt_oss": {"swiglu_limit": 0.7, "intermediate_size": 64, "seed": 2},  # with 0 two tokens are nearly as likely
     "minimax_m2": {"num_local_experts": 9, "num_experts_per_tok": 3, "intermediate_size": 64},
+    # A dense layer between two with experts, the last without rope.
+    "muse_spark": {
+        **{"num_hidden_layers": 3, "moe_hidden_size": 128, "moe_intermediate_size": 64, "attention_bias": True},
+        **{"mlp_layer_types": ["sparse", "dense", "sparse"], "routed_scaling_factor": 2.5, "sliding_window": 7},
+    },
 }
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_other_families(recipe, family, tmp_path):
-    """gpt-oss and MiniMax-M2 on both kernels, against transformers: more tokens than a step takes and than a window
-    holds, one at a time and several."""
+    """Families whose features decode_kernel has not, on both kernels, against transformers: more tokens than a step
+    takes and than a window holds, one at a time and several."""
     checkpoint = families.make_checkpoint(tmp_path / "checkpoint", family, **SHAPE, **FAMILIES[family])
     keys = {"targets": ["native", "sm_90a"], "limits": {"context": 48}}
     path = builder.build(builds.write_recipe(tmp_path / "recipe.yaml", checkpoint, **keys), output=tmp_path)
@@ -103,7 +108,8 @@ def test_other_families(recipe, family, tmp_path):
     assert builds.relative_error(found["cpu"][1], expected) < 2e-3
     # bf16 inputs of every product; at one position a rounding may have chosen another expert
     errors = [builds.relative_error(a[None], b[None]) for a, b in zip(found["gpu"][1], expected, strict=True)]
-    assert sorted(errors)[-2] < 3e-2 and max(errors) < 0.3
+    # Muse Spark multiplies scores by 5.47, and so the roundings of queries and keys
+    assert sorted(errors)[-2] < (5e-2 if family == "muse_spark" else 3e-2) and max(errors) < 0.3
 
 
 def test_text_stops_and_speed_from_an_unpacked_folder(artifact, tmp_path):

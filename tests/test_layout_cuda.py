@@ -234,7 +234,7 @@ def test_bytes_of_dense_layers_and_narrow_experts():
     bf16, fp8 = ({s.name: s.nbytes for s in cuda_layout(muse_spec(), dense=fmt).sections} for fmt in ("bf16", "fp8"))
     assert bf16["dense"] == 3 * (768 * 192 + 192 * 256) * 2
     assert bf16["experts"] == 2 * 3 * 3 * 64 * 128 * 9 // 16 and bf16["routers"] == 2 * 3 * 192 * 2
-    assert bf16["norms"] == (3 * 5 * 192 + 2 * 2 * 128 + 192) * 4
+    assert bf16["norms"] == (3 * 5 * 192 + 2 * (2 * 128 + 4) + 192) * 4  # 3 choice biases take the place of 4
     assert bf16["mlp"] == (2 * (128 * 192 + 192 * 128) + 2 * 72 * 192 + 192 * 128) * 2
     assert fp8["mlp"] == 2 * (128 * 256 + 192 * 128) + 2 * 72 * 256 + 192 * 128
     assert fp8["mlp_scales"] == (2 * (128 + 192) + 2 * 72 + 192) * 4

@@ -34,7 +34,7 @@ inline mk_timing time_step(mk_model& model, const int32_t* tokens, int count) {
         "copying the count of experts from the GPU");
   model.finish();
   const int passes = ceil_div(count, kStepTokens);  // more than one where the kernel's steps are short
-  return {start.seconds_until(end), (double)hit / (kLayers * passes)};
+  return {start.seconds_until(end), (double)hit / (kMoeCount * passes)};
 }
 
 // ---- trace -----------------------------------------------------------------------------------------------------------

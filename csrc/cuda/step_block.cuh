@@ -42,7 +42,7 @@ struct StepParams {
   float* taps;           // NULL, or [layer][kMaxTokens][kHidden]: the residual after every layer
   int32_t* history;      // [kMaxContext + 1]: token at every position; the given ones are there already
   uint32_t* barrier;     // counts arrivals of blocks, across launches
-  uint32_t* experts_hit; // distinct experts that a layer's tokens chose, added up over layers and launches
+  uint32_t* experts_hit; // distinct experts that a layer's tokens chose, added up over layers with experts and launches
   Report* report;
   Mailbox* mail;
   int64_t *trace, *streams;  // NULL, or trace_mask + 1 times what trace.cuh says; traced builds only
