@@ -8,10 +8,13 @@
 #define MKPACK_ABI_H
 #include <stdint.h>
 
-#define MK_ABI_VERSION 1
+#define MK_ABI_VERSION 2
 #define MK_MAX_STEP_TOKENS 16
 
 enum { MK_OK = 0, MK_ERR_ARGUMENT = -1, MK_ERR_CONTEXT = -2, MK_ERR_TIMEOUT = -3, MK_ERR_MEMORY = -4, MK_ERR_DEVICE = -5 };
+
+/* Bits of mk_options.flags. Kernels of ABI version 1 ignore them: there the field was padding. */
+enum { MK_OPTION_RANKS = 1 }; /* CPU: every rank is a group of threads with memory of its own */
 
 /* Why a generation ended. */
 enum { MK_STOP_TOKEN = 0, MK_STOP_LENGTH = 1, MK_STOP_CONTEXT = 2, MK_STOP_CANCELLED = 3 };
@@ -22,9 +25,10 @@ typedef struct {
   const void* const* weights; /* one packed blob per rank, 4096-byte aligned, alive until mk_destroy */
   uint64_t weights_bytes;     /* of each blob; must equal the compiled-in size */
   int32_t num_ranks;          /* must equal the compiled-in number */
-  int32_t threads;            /* CPU: worker threads including the caller; 0 = one per core this process may use */
+  int32_t threads;            /* CPU: worker threads including the caller; 0 = one per core this process may use. A rank
+                                 with memory of its own has at least one */
   int32_t context;            /* KV cache positions, at most the compiled-in limit; 0 = that limit */
-  int32_t pad;
+  int32_t flags;              /* MK_OPTION_*; 0 = none */
   double wait_limit_s;        /* longest wait inside a step before it is given up with MK_ERR_TIMEOUT */
 } mk_options;
 

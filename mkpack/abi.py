@@ -9,7 +9,7 @@ import ctypes
 from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_uint64, c_void_p
 from typing import Any
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 MAX_STEP_TOKENS = 16
 
 OK = 0
@@ -18,6 +18,9 @@ ERR_CONTEXT = -2
 ERR_TIMEOUT = -3
 ERR_MEMORY = -4
 ERR_DEVICE = -5
+
+OPTION_RANKS = 1
+SINCE_RANKS = 2  # the first ABI version whose kernels know it
 
 STOP_TOKEN = 0
 STOP_LENGTH = 1
@@ -37,7 +40,7 @@ class Options(ctypes.Structure):
         ("num_ranks", c_int32),
         ("threads", c_int32),
         ("context", c_int32),
-        ("pad", c_int32),
+        ("flags", c_int32),
         ("wait_limit_s", c_double),
     ]
 

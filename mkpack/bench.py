@@ -51,6 +51,7 @@ class BenchResult:
     artifact: str
     target: str
     threads: int
+    ranks: int  # with memory of their own; 1 where all share one
     random_weights: bool
     bandwidth_gb_s: float
     load_s: float
@@ -63,6 +64,7 @@ class BenchResult:
     def render(self) -> str:
         lines = [
             f"artifact   {self.artifact}, {self.target}, {self.threads} threads"
+            + (f", {self.ranks} ranks with memory of their own" if self.ranks > 1 else "")
             + (", random weights" if self.random_weights else ""),
             f"load       {self.load_s:.2f} s, digests checked",
             f"bandwidth  {self.bandwidth_gb_s:.1f} GB/s read by the same threads",
@@ -89,17 +91,18 @@ def run(
     *,
     target: str | None = None,
     threads: int | None = None,
+    ranks: bool = False,
     contexts: Sequence[int] | None = None,
     prompt_tokens: int | None = None,
     new_tokens: int | None = None,
 ) -> BenchResult | GpuResult:
-    """Measures an artifact. target, threads: as load() takes them. contexts: positions in the cache when decoding
-    starts. prompt_tokens, new_tokens: of the generation that is timed on a GPU; a CPU target has none.
+    """Measures an artifact. target, threads, ranks: as load() takes them. contexts: positions in the cache when
+    decoding starts. prompt_tokens, new_tokens: of the generation that is timed on a GPU; a CPU target has none.
 
     Raises UserError for a context that leaves no room for the measured tokens.
     """
     start = time.perf_counter()
-    with load(path, target=target, threads=threads) as model:
+    with load(path, target=target, threads=threads, ranks=ranks) as model:
         model.step([0], 0)  # waits for the digests, as the first token of a run does
         load_s = time.perf_counter() - start
         if model.manifest.kernels[model.target].layout == "cuda":
@@ -121,7 +124,8 @@ def run(
         return BenchResult(
             artifact=str(path),
             target=model.target,
-            threads=threads or platform.cores(),
+            threads=max(threads or platform.cores(), model.manifest.tp if ranks else 1),
+            ranks=model.manifest.tp if ranks else 1,
             random_weights=model.manifest.source.kind == "dummy",
             bandwidth_gb_s=bandwidth / 1e9,
             load_s=load_s,

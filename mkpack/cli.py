@@ -32,6 +32,9 @@ ArtifactOrRepo = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="Worker threads. [default: one per core]")]
+Ranks = Annotated[
+    bool, typer.Option("--ranks", help="CPU: every rank has threads and memory of its own, and they exchange words.")
+]
 Target = Annotated[
     str | None, typer.Option(metavar="TARGET", help="Kernel to run: cpu, gpu, or a target of the artifact.")
 ]
@@ -153,6 +156,7 @@ def run(
     greedy: Annotated[bool, typer.Option("--greedy", help="Always the likeliest token.")] = False,
     target: Target = None,
     threads: Threads = None,
+    ranks: Ranks = False,
     context: Annotated[
         int | None, typer.Option(min=1, help="Positions to keep room for. [default: the artifact's limit]")
     ] = None,
@@ -194,6 +198,7 @@ def run(
         verify=verify,
         trust_kernel=trust_kernel,
         rebuild_kernel=rebuild_kernel,
+        ranks=ranks,
     ) as model:
         if rebuild_kernel and model.rebuilt:
             typer.echo(model.rebuilt.render(), err=True)
@@ -290,6 +295,7 @@ def bench(
     artifact: ArtifactOrRepo,
     target: Target = None,
     threads: Threads = None,
+    ranks: Ranks = False,
     context: Annotated[
         list[int] | None, typer.Option(min=1, help="Positions in the cache when it starts; may be repeated.")
     ] = None,
@@ -307,6 +313,7 @@ def bench(
         located(artifact),
         target=target,
         threads=threads,
+        ranks=ranks,
         contexts=context,
         prompt_tokens=prompt_tokens,
         new_tokens=new_tokens,

@@ -72,8 +72,8 @@ def _schedule(schedule: Schedule) -> list[str]:
         # What runs where its last item arrives is part of the phase before: the barrier comes after both.
         after = schedule.phases[i + 1]
         end = after if any(w.by == "last arriver" for w in after.waits) else p
-        layer = -1 if p.layer is None else p.layer
-        rows.append(f"    {{Phase::{p.name}, {layer}, {cpp_bool(end.key in barriers)}}},")
+        layer, words = -1 if p.layer is None else p.layer, end.exchange.words if end.exchange else 0
+        rows.append(f"    {{Phase::{p.name}, {layer}, {cpp_bool(end.key in barriers)}, {words}}},")
     names = ", ".join(f'"{name}"' for name in cpu.PHASES)
     sizes = {b.name: b.elements for b in schedule.buffers}
     return [
@@ -83,10 +83,12 @@ def _schedule(schedule: Schedule) -> list[str]:
         "  Phase phase;",
         "  int layer;  // -1: none",
         "  bool barrier;  // all threads meet after it",
+        "  int64_t words;  // that a rank with memory of its own then sends to each other, at most; 0: none",
         "};",
         "inline constexpr Stage stages[] = {  // what all threads run, between the phases of thread 0",
         *rows,
         "};",
+        f"inline constexpr int step_words = {cpu.STEP_WORDS + schedule.tokens_per_step};  // told before every step",
         f"inline constexpr int attention_chunk = {cpu.CHUNK};",
         "// Elements of every buffer, 0 where this model does without.",
         *(f"inline constexpr int64_t buffer_{name} = {sizes.get(name, 0)};" for name in cpu.BUFFERS),

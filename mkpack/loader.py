@@ -8,10 +8,11 @@ with load("model.mkpack") as model:
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from typing import TYPE_CHECKING
 
-from mkpack import gate, platform
+from mkpack import abi, gate, platform
 from mkpack.artifact import Artifact, open_artifact
 from mkpack.compat import choose_target
 from mkpack.errors import UserError, combine
@@ -21,6 +22,7 @@ from mkpack.repo import SCHEME
 from mkpack.text import FILES
 
 if TYPE_CHECKING:
+    from mkpack.manifest import Manifest
     from mkpack.pull import Pulled
 
 MAX_THREADS = 1024  # csrc/cpu/model.cpp refuses more
@@ -36,6 +38,7 @@ def load(
     target: str | None = None,
     trust_kernel: str | None = None,
     rebuild_kernel: bool = False,
+    ranks: bool = False,
 ) -> Model:
     """Loads an artifact for this machine: a file, an unpacked folder, or hf://org/name@revision, which is pulled first.
 
@@ -43,7 +46,9 @@ def load(
     default a kernel for this machine's GPU (the first that CUDA_VISIBLE_DEVICES leaves), else for its CPU. threads:
     default one for each core this process may use. context: KV cache positions, at most (and by default) the compiled-
     in limit. verify: check the digest of the weights, in the background; Model waits for it before its first token.
-    Everything else is always checked. wait_limit: seconds a step may wait before it is given up.
+    Everything else is always checked. wait_limit: seconds a step may wait before it is given up. ranks: of an artifact
+    for several, on a CPU: each rank is a group of threads (at least one) with its own blob and memory, and they
+    exchange what they compute; by default all threads work on all ranks' parts in memory that they share.
 
     A kernel that was not built here runs when its artifact is signed by somebody in the trust list, or when its SHA-256
     is `trust_kernel`, which is remembered (trust.py). rebuild_kernel: do not use it, compile it here instead, which
@@ -66,7 +71,7 @@ def load(
     else:
         artifact = open_artifact(text, found)
     try:
-        return _load(artifact, found, threads, context, verify, wait_limit, target, trust_kernel, rebuild_kernel)
+        return _load(artifact, found, threads, context, verify, wait_limit, target, trust_kernel, rebuild_kernel, ranks)
     except BaseException:
         artifact.close()
         raise
@@ -82,10 +87,13 @@ def _load(
     wanted: str | None,
     trust_kernel: str | None,
     rebuild_kernel: bool,
+    ranks: bool,
 ) -> Model:
     manifest = artifact.manifest
     target, wrong = choose_target(manifest, wanted)
     found += wrong
+    if ranks and target is not None:
+        found += _ranks_refusals(manifest, target, rebuild_kernel)
     limit = manifest.limits.context
     if context is not None and not 1 <= context <= limit:
         found.append(f"context {context}: expected 1 to {limit}, the limit this artifact was built with")
@@ -118,6 +126,7 @@ def _load(
             threads=threads or platform.cores(),
             context=positions,
             wait_limit=wait_limit,
+            ranks=ranks,
         )
     except UserError as e:
         if on_gpu and choose_target(manifest, "cpu")[0]:
@@ -131,6 +140,20 @@ def _load(
     model = Model(artifact, native, target, positions, files, digests)
     model.rebuilt = rebuilt
     return model
+
+
+def _ranks_refusals(manifest: Manifest, target: str, rebuilt: bool) -> list[str]:
+    """Why the ranks of an artifact cannot have memory of their own."""
+    kernel = manifest.kernels[target]
+    if kernel.layout != "cpu":
+        return [f"ranks: expected a CPU target, found {target}; choose one (--target cpu)"]
+    if manifest.tp == 1:
+        return ["ranks: this artifact was built for one rank; build it with parallel.tp above 1"]
+    facts = json.loads(kernel.description)
+    known = facts.get("abi", 1) if isinstance(facts, dict) else 1
+    if known < abi.SINCE_RANKS and not rebuilt:
+        return [f"ranks: the kernel {kernel.path} was built by an older mkpack, which has none; rebuild it"]
+    return []
 
 
 def _read(artifact: Artifact, name: str, found: list[str]) -> bytes:

@@ -99,8 +99,10 @@ class NativeModel:
         threads: int,
         context: int,
         wait_limit: float,
+        ranks: bool = False,
     ) -> None:
-        """weights: address of each rank's blob, valid until close(). Owns `library` from here on, also on failure."""
+        """weights: address of each rank's blob, valid until close(). ranks: each has threads and memory of its own.
+        Owns `library` from here on, also on failure."""
         self._library = library
         self._handle: ctypes.c_void_p | None = None
         self._run: Run | None = None
@@ -111,6 +113,7 @@ class NativeModel:
             num_ranks=len(weights),
             threads=threads,
             context=context,
+            flags=abi.OPTION_RANKS if ranks else 0,
             wait_limit_s=wait_limit,
         )
         try:

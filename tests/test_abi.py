@@ -64,11 +64,11 @@ def test_asserts_hold_for_the_header(tmp_path):
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("int32_t context; ", "int64_t context; ", "offset of mk_options.pad differs"),
+        ("int32_t context; ", "int64_t context; ", "offset of mk_options.flags differs"),
         ("float temperature; ", "int32_t temperature; ", "type of mk_request.temperature differs"),
         ("double wait_limit_s; ", "double wait_limit_s; double more; ", "size of mk_options differs"),
         ("uint64_t seed; ", "int64_t seed; ", "type of mk_request.seed differs"),
-        ("#define MK_ABI_VERSION 1", "#define MK_ABI_VERSION 2", "MK_ABI_VERSION differs"),
+        ("#define MK_ABI_VERSION 2", "#define MK_ABI_VERSION 3", "MK_ABI_VERSION differs"),
     ],
 )
 def test_a_changed_header_does_not_compile(tmp_path, old, new, message):

@@ -35,7 +35,8 @@ PROGRAM = r"""
 using namespace mk;
 extern "C" void choose(const void* blob, const float* x, int* experts, float* weights) {
   const void* blobs[] = {blob};
-  State s(blobs, 1, 16, 1.0);
+  Failure failure;
+  State s({blobs, 1, 16, 1.0, false}, failure);
   s.step.count = s.step.slots = 1;
   std::copy_n(x, kHiddenBlocks * 16, s.locals[0].normed.data());
   router_phase(s, 0, 0);

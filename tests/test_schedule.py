@@ -36,6 +36,8 @@ def layer_phases(spec: ModelSpec, moe: bool) -> list[str]:
     if moe and spec.moe and spec.moe.hidden_size:
         names.insert(names.index("gate_up"), "pre_proj")
         names.append("post_proj")
+    if spec.qk_norm and spec.qk_norm_over == "projection":
+        names.insert(1, "qk_squares")
     if spec.sandwich:
         names.insert(names.index("output") + 1, "attn_residual")
         names.append("mlp_residual")
@@ -346,7 +348,7 @@ def header(spec=SPEC, tp=2) -> str:
 
 
 def test_the_kernel_runs_the_phases_in_this_order():
-    rows = re.findall(r"\{Phase::(\w+), (-?\d+), (\w+)\},", header())
+    rows = re.findall(r"\{Phase::(\w+), (-?\d+), (\w+), \d+\},", header())
     run = [p for p in SCHEDULE.phases if p.name not in ("embed", "combine", "sample")]
     assert rows == [(p.name, str(-1 if p.layer is None else p.layer), "true") for p in run]
     names = re.search(r"phase_names\[\] = \{(.*)\};", header())

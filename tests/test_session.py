@@ -18,7 +18,7 @@ from played import FakeModel, process, standard_input
 
 from mkpack import cli
 
-NO_TRUST = {"trust_kernel": None, "rebuild_kernel": False}
+NO_MORE = {"trust_kernel": None, "rebuild_kernel": False, "ranks": False}
 
 
 @pytest.fixture(autouse=True)
@@ -37,17 +37,17 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 def test_run_streams_the_answer(call: Any) -> None:
     assert call("run", "a.mkpack", "--prompt", "Hi") == (0, "one two é \n", "")
     load, chat, unload = FakeModel.calls
-    assert load == ("load", "a.mkpack", {"target": None, "threads": None, "context": None, "verify": True, **NO_TRUST})
+    assert load == ("load", "a.mkpack", {"target": None, "threads": None, "context": None, "verify": True, **NO_MORE})
     assert chat == ("chat", [("user", "Hi")], {})
     assert unload == ("unload",)
 
 
 def test_run_passes_what_was_given_and_nothing_else(call: Any) -> None:
-    flags = "--system Short --target cpu --threads 2 --context 64 --no-verify --max-new-tokens 5 --temperature 0.5"
+    flags = "--system Short --target cpu --threads 2 --ranks --context 64 --no-verify --max-new-tokens 5 --temperature 0.5"
     flags += " --top-k 4 --top-p 0.9 --min-p 0.1 --repetition-penalty 1.1 --seed 7"
     assert call("run", "a.mkpack", "-p", "Hi", *flags.split())[0] == 0
     given = {"target": "cpu", "threads": 2, "context": 64, "verify": False}
-    assert FakeModel.calls[0] == ("load", "a.mkpack", given | NO_TRUST)
+    assert FakeModel.calls[0] == ("load", "a.mkpack", given | NO_MORE | {"ranks": True})
     messages, options = FakeModel.calls[1][1:]
     assert messages == [("system", "Short"), ("user", "Hi")]
     assert options == {

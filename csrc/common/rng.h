@@ -2,11 +2,7 @@
 #pragma once
 #include <cstdint>
 
-#if defined(__CUDACC__) || defined(MK_EMULATED)
-#define MK_EVERYWHERE __host__ __device__
-#else
-#define MK_EVERYWHERE
-#endif
+#include "common/everywhere.h"
 
 namespace mk {
 

@@ -9,8 +9,7 @@ namespace mk {
 
 // Channel c of head-local row `row` in qkv: rows of a rank's part are consecutive across its tiles.
 MK_INLINE float qkv_at(const State& s, int rank, int first_tile, int row, int t) {
-  const int64_t tile = int64_t{rank} * kQkvTiles + first_tile + row / 16;
-  return s.qkv[(tile * s.step.slots + t) * 16 + row % 16];
+  return s.qkv_tile(int64_t{rank} * kQkvTiles + first_tile + row / 16)[t * 16 + row % 16];
 }
 
 // One head as projected; out has kDim values, padding zero.
@@ -25,16 +24,32 @@ struct HeadNorm {
   const float* inverse;
 };
 
-// 1 / RMS of token t's q or k over all `heads`, `rank_heads` a rank. A head that several ranks hold counts once.
-inline float projection_inverse(const State& s, int first_tile, int heads, int rank_heads, int t) {
-  const int replicas = m::ranks * rank_heads / heads;
-  alignas(64) float v[kDim];
-  V sum = zero();
-  for (int h = 0; h < heads; h++) {
-    load_head(s, h * replicas / rank_heads, first_tile, h * replicas % rank_heads, t, v);
-    for (int b = 0; b < kDimBlocks; b++) sum = fma(load(v + b * 16), load(v + b * 16), sum);
+// squares[rank][token][q heads, then k heads] = sum of squares of each head, for norms that span all heads: a rank has
+// only its own heads, so that what crosses is one number a head, and the sum over heads is everywhere the same.
+inline void squares_phase(State& s, int tid) {
+  if constexpr (kSquares > 0) {
+    const auto [lo, hi] = share(int64_t{s.end_rank() - s.first_rank()} * kSquares, tid, s.team.size());
+    alignas(64) float v[kDim];
+    for (int64_t i = lo; i < hi; i++) {
+      const int rank = s.first_rank() + static_cast<int>(i / kSquares), head = static_cast<int>(i % kSquares);
+      const bool query = head < m::q_heads;
+      for (int t = 0; t < s.step.count; t++) {
+        load_head(s, rank, query ? 0 : m::q_tiles, query ? head : head - m::q_heads, t, v);
+        V sum = zero();
+        for (int b = 0; b < kDimBlocks; b++) sum = fma(load(v + b * 16), load(v + b * 16), sum);
+        s.squares_of(rank, t)[head] = hsum(sum);
+      }
+    }
   }
-  return 1.0f / std::sqrt(hsum(sum) / static_cast<float>(heads * m::head_dim) + m::rms_norm_eps);
+}
+
+// 1 / RMS of token t's q or k over all `heads`, `rank_heads` a rank whose squares begin at `first`. A head that several
+// ranks hold counts once.
+inline float projection_inverse(const State& s, int first, int heads, int rank_heads, int t) {
+  const int replicas = m::ranks * rank_heads / heads;
+  float sum = 0;
+  for (int h = 0; h < heads; h++) sum += s.squares_of(h * replicas / rank_heads, t)[first + h * replicas % rank_heads];
+  return 1.0f / std::sqrt(sum / static_cast<float>(heads * m::head_dim) + m::rms_norm_eps);
 }
 
 // One head's vector of token t: q/k norm and rotary applied, times `scale`; out has kDim values, padding zero.
@@ -92,22 +107,18 @@ inline void attend_chunk(const float* keys, const float* values, const float* q,
   out[kDim + 1] = hsum(total);
 }
 
-inline float* partial_of(State& s, int t, int head, int chunk) {
-  return s.partial.data() + ((int64_t{t} * kHeads + head) * s.chunks + chunk) * (kDim + 16);
-}
-
 // Brings a head's chunks together, in position order, and writes it where the output projection reads.
 inline void combine_chunks(State& s, int layer, int head, int t, int first, int last) {
-  const float* sinks = s.at<float>(0, m::layers[layer].sinks);
+  const float* sinks = s.whole<float>(m::layers[layer].sinks);
   float top = m::attention_sinks ? sinks[head] : -INFINITY;
-  for (int c = first; c < last; c++) top = std::max(top, partial_of(s, t, head, c)[kDim]);
+  for (int c = first; c < last; c++) top = std::max(top, s.partial_of(t, head, c)[kDim]);
   V sum[kDimBlocks];
   for (auto& v : sum) v = zero();
   alignas(64) float w[16] = {};
   if (m::attention_sinks) store(w, vexp(set1(sinks[head] - top)));  // a sink takes its share and has no value
   float total = w[0];
   for (int c = first; c < last; c++) {
-    const float* p = partial_of(s, t, head, c);
+    const float* p = s.partial_of(t, head, c);
     store(w, vexp(set1(p[kDim] - top)));
     total = std::fma(w[0], p[kDim + 1], total);
     for (int d = 0; d < kDimBlocks; d++) sum[d] = fma(set1(w[0]), load(p + d * 16), sum[d]);
@@ -129,7 +140,7 @@ inline void combine_chunks(State& s, int layer, int head, int t, int first, int 
   }
   // The lanes past the last head held other tokens in steps of another size: an infinity there, times the zero weight
   // of a padded column, would be NaN.
-  if (constexpr int used = kHeads * m::head_dim % 16; used > 0 && head == kHeads - 1)
+  if (constexpr int used = kHeads * m::head_dim % 16; used > 0 && head == s.end_rank() * m::q_heads - 1)
     for (int c = used; c < 16; c++) s.attention[((kQBlocks - 1) * s.step.slots + t) * 16 + c] = 0;
 }
 
@@ -144,8 +155,8 @@ inline void attention_item(State& s, int layer, int kv_head, int chunk, const fl
   float* values = s.value_cache(layer, kv_head);
   // Weights of head h begin at `dim` * h.
   constexpr int dim = m::qk_norm_over_projection ? m::head_dim : 0;
-  const float* q_norm = m::qk_norm && m::qk_norm_weight ? s.at<float>(0, l.q_norm) : nullptr;
-  const float* k_norm = m::qk_norm && m::qk_norm_weight ? s.at<float>(0, l.k_norm) : nullptr;
+  const float* q_norm = m::qk_norm && m::qk_norm_weight ? s.whole<float>(l.q_norm) : nullptr;
+  const float* k_norm = m::qk_norm && m::qk_norm_weight ? s.whole<float>(l.k_norm) : nullptr;
   if (k_norm) k_norm += kv_head * m::num_key_value_heads / kKvHeads * dim;
   alignas(64) float key[kDim];
   for (int p = std::max(begin, step.start); p < end; p++) {
@@ -164,7 +175,7 @@ inline void attention_item(State& s, int layer, int kv_head, int chunk, const fl
       float* q = local.q.data();
       const float* weight = q_norm ? q_norm + (rank * m::q_heads + q_head) * dim : nullptr;
       head_vector(s, rank, 0, q_head, t, {weight, q_inverse}, l.rope, m::attention_scale, q);
-      attend_chunk(keys, values, q, from, to, local.scores.data(), partial_of(s, t, rank * m::q_heads + q_head, chunk));
+      attend_chunk(keys, values, q, from, to, local.scores.data(), s.partial_of(t, rank * m::q_heads + q_head, chunk));
     }
   }
 }
@@ -174,15 +185,16 @@ inline void attention_phase(State& s, int layer, int tid) {
   const int window = m::layers[layer].sliding_window;
   const int first = first_visible(step.start, window) / kChunk;
   const int last = static_cast<int>(ceil_div(step.start + step.count, kChunk));
-  constexpr bool together = m::qk_norm && m::qk_norm_over_projection;
+  constexpr bool together = kSquares > 0;
   float q_inverse[kMaxTokens], k_inverse[kMaxTokens];
   for (int t = 0; together && t < step.count; t++) {
     q_inverse[t] = projection_inverse(s, 0, kHeads, m::q_heads, t);
-    k_inverse[t] = projection_inverse(s, m::q_tiles, m::num_key_value_heads, m::kv_heads, t);
+    k_inverse[t] = projection_inverse(s, m::q_heads, m::num_key_value_heads, m::kv_heads, t);
   }
-  const auto [lo, hi] = share(int64_t{kKvHeads} * (last - first), tid, s.team.size());
+  const auto [kv_first, kv_end] = s.own(m::kv_heads, kKvHeads);
+  const auto [lo, hi] = share(int64_t{kv_end - kv_first} * (last - first), tid, s.team.size());
   for (int64_t i = lo; i < hi; i++) {
-    const int kv_head = static_cast<int>(i / (last - first)), chunk = first + static_cast<int>(i % (last - first));
+    const int kv_head = kv_first + static_cast<int>(i / (last - first)), chunk = first + static_cast<int>(i % (last - first));
     attention_item(s, layer, kv_head, chunk, together ? q_inverse : nullptr, together ? k_inverse : nullptr, s.locals[tid]);
     // Whoever finishes a KV head's last item combines its heads.
     auto& done = s.heads_done[kv_head].done;

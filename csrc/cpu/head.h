@@ -24,13 +24,13 @@ inline void head_phase(State& s, int tid) {
       const int t = std::min(skip + j, step.count - 1);
       store(local.gathered.data() + (b * n + j) * 16, load(s.x.data() + (b * step.slots + t) * 16));
     }
-  rms_norm(local.gathered.data(), s.at<float>(0, m::final_norm), 0, kHiddenBlocks, m::hidden_size, n, local.normed.data());
+  rms_norm(local.gathered.data(), s.whole<float>(m::final_norm), 0, kHiddenBlocks, m::hidden_size, n, local.normed.data());
   for (int j = 0; j < step.logits; j++) {
     local.best_value[j] = -INFINITY;
     local.best_token[j] = m::vocab_size;
   }
   constexpr int64_t size = tile_bytes(m::fmt_head, kHiddenBlocks);
-  for_split_runs(m::vocab_tiles, kVocabTiles, tid, s.team.size(), [&](int rank, int first, int count, int at) {
+  for_split_runs(s, m::vocab_tiles, kVocabTiles, tid, [&](int rank, int first, int count, int at) {
     // A tied head is a run of the embedding's tiles, which every rank holds whole.
     const int64_t tile = m::head_in_embedding ? at : first;
     const uint8_t* w = s.at<uint8_t>(rank, m::lm_head) + tile * size;
@@ -52,17 +52,28 @@ inline void head_phase(State& s, int tid) {
   });
 }
 
-// Threads hold ascending vocabulary ranges, so the first of equal values is the lowest id.
-inline int greedy_token(const State& s) {
-  const int row = s.step.logits - 1;
-  int best = 0;
+// The best token of the last row that is this State's. Threads hold ascending vocabulary ranges, so the first of equal
+// values is the lowest id.
+struct Best {
   float value = -INFINITY;
+  int32_t token = 0;
+};
+inline Best best_of_threads(const State& s) {
+  Best best;
+  const int row = s.step.logits - 1;
   for (const Local& l : s.locals)
-    if (l.best_value[row] > value) {
-      value = l.best_value[row];
-      best = l.best_token[row];
-    }
+    if (l.best_value[row] > best.value) best = {l.best_value[row], l.best_token[row]};
   return best;
+}
+
+// The same of all ranks: they hold ascending ranges too.
+inline int greedy_token(const State& s) {
+  Best best = best_of_threads(s);
+  for (int r = s.end_rank(); r < m::ranks; r++) {
+    const float value = std::bit_cast<float>(s.best[r][0]);
+    if (value > best.value) best = {value, s.best[r][1]};
+  }
+  return best.token;
 }
 
 }  // namespace mk

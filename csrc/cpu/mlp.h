@@ -8,7 +8,7 @@ namespace mk {
 
 // Leaves norm(x) in this thread's scratch, for the router and for gate/up.
 inline void mlp_norm(State& s, int layer, int tid) {
-  rms_norm(s.x.data(), s.at<float>(0, m::layers[layer].mlp_norm), m::norm_offset, kHiddenBlocks, m::hidden_size,
+  rms_norm(s.x.data(), s.whole<float>(m::layers[layer].mlp_norm), m::norm_offset, kHiddenBlocks, m::hidden_size,
            s.step.slots, s.locals[tid].normed.data());
 }
 
@@ -21,12 +21,12 @@ inline void router_phase(State& s, int layer, int tid) {
   const auto [lo, hi] = share(ceil_div(kExperts, 16), tid, s.team.size());
   for (int64_t tile = lo; tile < hi; tile++) {
     constexpr int64_t size = tile_bytes(m::fmt_router, kHiddenBlocks);
-    const uint8_t* w = s.at<uint8_t>(0, m::layers[layer].router) + tile * size;
+    const uint8_t* w = s.whole<uint8_t>(m::layers[layer].router) + tile * size;
     float* out = s.router.data() + tile * slots * 16;
     tile_dot<m::fmt_router>(slots, w, kHiddenBlocks, s.locals[tid].normed.data(), out);
     for (int t = 0; t < slots; t++) {
       V v = load(out + t * 16);
-      if (m::router_bias) v = v + load(s.at<float>(0, m::layers[layer].router_bias) + tile * 16);
+      if (m::router_bias) v = v + load(s.whole<float>(m::layers[layer].router_bias) + tile * 16);
       store(out + t * 16, m::router_scale == 1.0f ? v : v * set1(m::router_scale));
       if (m::sigmoid_scores)
         for (int r = 0; r < 16; r++) out[t * 16 + r] = exact_sigmoid(out[t * 16 + r]);
@@ -64,7 +64,7 @@ inline void choose_experts(const State& s, int layer, int t, int* experts, float
     softmax_scores(s, t, choice, score);
   }
   if constexpr (m::choice_bias) {
-    const float* bias = s.at<float>(0, m::layers[layer].choice_bias);
+    const float* bias = s.whole<float>(m::layers[layer].choice_bias);
     for (int e = 0; e < kExperts; e++) choice[e] = score[e] + bias[e];
   }
   float sum = 0;
@@ -139,7 +139,7 @@ inline void pre_proj_phase(State& s, int layer, int tid) {
 
 // Leaves the normed input of narrow experts in this thread's scratch.
 inline void pre_norm(State& s, int layer, int tid) {
-  rms_norm(s.narrow.data(), s.at<float>(0, m::layers[layer].pre_norm), m::norm_offset, kNarrowBlocks, m::moe_hidden_size,
+  rms_norm(s.narrow.data(), s.whole<float>(m::layers[layer].pre_norm), m::norm_offset, kNarrowBlocks, m::moe_hidden_size,
            s.step.slots, s.locals[tid].normed.data());
 }
 
@@ -153,12 +153,14 @@ inline void gate_up_phase(State& s, int layer, int tid) {
   constexpr int tiles = static_cast<int>(ceil_div(Size, 16));
   constexpr int64_t size = tile_bytes(F, Blocks);
   alignas(64) float gate[kMaxSlots * 16];
-  const auto [lo, hi] = share(static_cast<int64_t>(local.active.size()) * tiles, tid, s.team.size());
+  const auto [own_first, own_end] = s.own(RankTiles, tiles);
+  const int64_t own = own_end - own_first;
+  const auto [lo, hi] = share(static_cast<int64_t>(local.active.size()) * own, tid, s.team.size());
   for (int64_t at = lo; at < hi;) {
     // A run of blocks of one expert on one rank.
-    const int which = static_cast<int>(at / tiles), block = static_cast<int>(at % tiles);
+    const int which = static_cast<int>(at / own), block = own_first + static_cast<int>(at % own);
     const int rank = block / RankTiles, first = block % RankTiles;
-    const int count = static_cast<int>(std::min<int64_t>({RankTiles - first, tiles - block, hi - at}));
+    const int count = static_cast<int>(std::min<int64_t>({RankTiles - first, own_end - block, hi - at}));
     const Active& a = local.active[static_cast<size_t>(which)];
     const int n = round_tokens(a.count);
     const float* x = local.normed.data();
@@ -200,14 +202,14 @@ inline void down_phase(State& s, int layer, int tid) {
   const int slots = s.step.slots;
   constexpr int blocks = static_cast<int>(ceil_div(Size, 16));
   constexpr int64_t size = tile_bytes(F, blocks);
-  const auto [lo, hi] = share(kHiddenBlocks, tid, s.team.size());
-  const int mine = static_cast<int>(lo);
-  for (int64_t i = 0; i < (hi - lo) * slots; i++) store(local.down.data() + i * 16, zero());
+  const std::pair<int, int> own = s.own_share(m::hidden_tiles, kHiddenBlocks, tid);
+  const int mine = own.first, end = own.second;
+  for (int i = 0; i < (end - mine) * slots; i++) store(local.down.data() + i * 16, zero());
   for (size_t which = 0; which < local.active.size(); which++) {
     const Active& a = local.active[which];
     const int n = round_tokens(a.count);
     const float* inner = s.inner.data() + static_cast<int64_t>(which) * kInnerBlocks * kMaxSlots * 16;
-    for_split_runs(m::hidden_tiles, kHiddenBlocks, tid, s.team.size(), [&](int rank, int first, int count, int block) {
+    for_split_runs(s, m::hidden_tiles, kHiddenBlocks, tid, [&](int rank, int first, int count, int block) {
       const int64_t tile = int64_t{a.expert} * m::hidden_tiles + first;
       const uint8_t* w = s.at<uint8_t>(rank, l.down) + tile * size;
       tile_run<F>(n, w, count, blocks, inner, [&](int i, const float* sums) {
@@ -221,7 +223,7 @@ inline void down_phase(State& s, int layer, int tid) {
       });
     });
   }
-  for (int i = 0; i < static_cast<int>(hi - lo) * slots; i++)
+  for (int i = 0; i < (end - mine) * slots; i++)
     add_to_x(s, (mine * slots + i) * 16, load(local.down.data() + i * 16));
 }
 
@@ -240,7 +242,7 @@ inline void narrow_down_phase(State& s, int layer, int tid) {
     const Active& a = local.active[which];
     const int n = round_tokens(a.count);
     const float* inner = s.inner.data() + static_cast<int64_t>(which) * kInnerBlocks * kMaxSlots * 16;
-    for_split_runs(m::moe_hidden_tiles, kNarrowBlocks, tid, s.team.size(), [&](int rank, int first, int count, int block) {
+    for_split_runs(s, m::moe_hidden_tiles, kNarrowBlocks, tid, [&](int rank, int first, int count, int block) {
       const int64_t tile = int64_t{a.expert} * m::moe_hidden_tiles + first;
       tile_run<F>(n, s.at<uint8_t>(rank, l.down) + tile * size, count, blocks, inner, [&](int i, const float* sums) {
         const V scale = tile_scale<F>(s.at<float>(rank, l.down_scale), tile + i);
@@ -257,7 +259,7 @@ inline void post_proj_phase(State& s, int layer, int tid) {
   const m::Layer& l = m::layers[layer];
   Local& local = s.locals[tid];
   const int slots = s.step.slots;
-  const float* weight = s.at<float>(0, l.expert_norm);
+  const float* weight = s.whole<float>(l.expert_norm);
   float* sum = local.normed.data();
   for (int i = 0; i < kNarrowBlocks * slots; i++) store(sum + i * 16, zero());
   for (size_t which = 0; which < local.active.size(); which++) {

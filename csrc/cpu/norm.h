@@ -44,7 +44,7 @@ inline void residual_phase(State& s, uint64_t gates, const float* weight, int ti
       scale[t] = set1(inverse_rms(s.branch.data() + t * 16, weight, kHiddenBlocks, slots * 16, m::hidden_size, m::sandwich_eps));
     const auto [lo, hi] = share(kHiddenBlocks, tid, s.team.size());
     for (int b = static_cast<int>(lo); b < hi; b++) {
-      const V w = load(s.at<float>(0, gates) + b * 16) / set1(m::gate_temperature);
+      const V w = load(s.whole<float>(gates) + b * 16) / set1(m::gate_temperature);
       const V beta = sigmoid(w);
       const V alpha = vsqrt(vmax(sigmoid(zero() - w) * (set1(1.0f) + beta), set1(m::gate_floor)));
       for (int t = 0; t < slots; t++) {
@@ -60,8 +60,8 @@ inline void residual_phase(State& s, uint64_t gates, const float* weight, int ti
 inline void begin_step(State& s) {
   const Step& step = s.step;
   float row[kHiddenBlocks * 16];
-  const uint8_t* table = s.at<uint8_t>(0, m::embed);
-  const float* scales = s.at<float>(0, m::embed_scale);
+  const uint8_t* table = s.whole<uint8_t>(m::embed);
+  const float* scales = s.whole<float>(m::embed_scale);
   for (int t = 0; t < step.slots; t++) {
     if (t < step.count) {
       decode_row<m::fmt_embed>(table, scales, step.tokens[t], kHiddenBlocks, row);

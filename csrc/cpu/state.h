@@ -2,6 +2,10 @@
 //
 // Activations are [block][ld][16]: block is 16 consecutive channels, ld the token slots of this step. A tile's 16 output
 // rows are one block, so what one product writes the next one reads in place.
+//
+// A State is all ranks of a model on memory that they share, or one rank with memory of its own: its blob, its KV heads'
+// cache, its activations. What it computes is then its part; exchanges (ranks.h) bring the others' parts of what it reads
+// whole. Parts keep the places that they have among all ranks'.
 #pragma once
 #include <sys/mman.h>
 
@@ -12,6 +16,7 @@
 #include <vector>
 
 #include "common/format.h"
+#include "cpu/exchange.h"
 #include "cpu/simd.h"
 #include "cpu/team.h"
 #include "cpu/tile.h"
@@ -78,21 +83,25 @@ constexpr int kDim = kDimBlocks * 16;  // head_dim padded to whole vectors
 constexpr int kVocabTiles = static_cast<int>(ceil_div(m::vocab_size, 16));
 constexpr int64_t kActivations = int64_t{kHiddenBlocks} * kMaxSlots * 16;
 
-// Sizes that depend on what mk_create() is asked for; the schedule has the largest.
-constexpr int64_t cache_elements(int context) {
-  return int64_t{m::num_layers} * kKvHeads * align_up(context, 16) * kDim;
+// Sizes that depend on what mk_create() is asked for, and on how many ranks a State has; the schedule has the largest.
+constexpr int64_t cache_elements(int context, int ranks) {
+  return int64_t{m::num_layers} * ranks * m::kv_heads * align_up(context, 16) * kDim;
 }
-constexpr int64_t partial_elements(int context) {
-  return int64_t{kMaxTokens} * kHeads * ceil_div(context, kChunk) * (kDim + 16);
+constexpr int64_t partial_elements(int context, int ranks) {
+  return int64_t{kMaxTokens} * ranks * m::q_heads * ceil_div(context, kChunk) * (kDim + 16);
 }
+constexpr int64_t qkv_elements(int ranks) { return int64_t{ranks} * kQkvTiles * kMaxSlots * 16; }
 // Narrow experts are not summed where they are computed; dense layers are.
 constexpr bool kSumsDown = !m::narrow_experts || m::dense_intermediate_size > 0;
-constexpr int64_t down_elements(int threads) {
-  return kSumsDown ? (ceil_div(kHiddenBlocks, threads) + 1) * kMaxSlots * 16 : 0;
+constexpr int64_t down_elements(int threads, int blocks) {
+  return kSumsDown ? (ceil_div(blocks, threads) + 1) * kMaxSlots * 16 : 0;
 }
-static_assert(cache_elements(m::context) == m::buffer_keys && m::buffer_keys == m::buffer_values);
-static_assert(partial_elements(m::context) == m::buffer_partial);
-static_assert(down_elements(1) == m::buffer_down_sum);
+static_assert(cache_elements(m::context, m::ranks) == m::buffer_keys && m::buffer_keys == m::buffer_values);
+static_assert(partial_elements(m::context, m::ranks) == m::buffer_partial);
+static_assert(qkv_elements(m::ranks) == m::buffer_qkv);
+static_assert(down_elements(1, kHiddenBlocks) == m::buffer_down_sum);
+// Words of all heads of a rank, for norms over a whole projection.
+constexpr int kSquares = m::qk_norm && m::qk_norm_over_projection ? m::q_heads + m::kv_heads : 0;
 static_assert(m::context == m::buffer_history);
 
 // The tokens that chose one expert: token indices and their routing weights, in token order.
@@ -112,62 +121,131 @@ struct Local {
   Fixed<float, kChunk, m::buffer_scores> scores;
   std::vector<Active> active;  // at most kMaxActive
   static_assert(kMaxActive * sizeof(Active) == m::buffer_active * sizeof(int32_t));
+  Seat seat;
   alignas(64) float best_value[kMaxTokens];
-  int best_token[kMaxTokens];
+  int32_t best_token[kMaxTokens];
+  int32_t best[2];  // of the rank, as it is sent: the bits of the value, and the token
   static_assert(kMaxTokens == m::buffer_best_value && kMaxTokens == m::buffer_best_token);
 };
 
-// One step: `count` tokens at positions start, start + 1, ...
+// One step: `count` tokens at positions start, start + 1, ... 0 tokens end a generation. The first rank tells the others.
 struct Step {
-  int count = 0;
-  int slots = 0;  // round_tokens(count)
-  int start = 0;
-  int logits = 0;  // of the last this many tokens
-  // Layers after which x is kept, as [taps][count][hidden_size].
-  const int32_t* tapped = nullptr;
-  int taps = 0;
-  float* hidden = nullptr;
-  int32_t tokens[kMaxTokens];
+  int32_t count = 0;
+  int32_t slots = 0;  // round_tokens(count)
+  int32_t start = 0;
+  int32_t logits = 0;  // of the last this many tokens
+  int32_t whole = 0;   // whether those are wanted, and not the best token alone
+  int32_t tokens[kMaxTokens] = {};
   static_assert(kMaxTokens == m::buffer_tokens);
 };
 
+// Layers after which x is kept for the caller of a step, as [count][tokens][hidden_size]: where it leads.
+struct Taps {
+  const int32_t* layers = nullptr;
+  int count = 0;
+  float* hidden = nullptr;
+};
+
+#ifdef MK_EXCHANGE_BY_FLAGS
+using Link = Exchange<Sync::flags>;
+#else
+using Link = Exchange<Sync::data>;
+#endif
+
+struct Options {
+  const void* const* blobs;
+  int threads, context;
+  double wait_limit_s;
+  bool crowded;  // more threads than cores
+};
+
 struct State {
-  State(const void* const* blobs, int threads, int context_limit, double wait_limit_s)
-      : context(context_limit), team(threads, wait_limit_s) {
-    for (int r = 0; r < m::ranks; r++) weights[r] = static_cast<const uint8_t*>(blobs[r]);
+  // rank: whose State it is, with `link` to the others; -1: of all ranks.
+  State(const Options& o, Failure& failure_of_all, int rank_of_all = -1, Link* link_of_all = nullptr)
+      : context(o.context),
+        rank(rank_of_all),
+        link(link_of_all),
+        failure(failure_of_all),
+        team(o.threads, o.wait_limit_s, failure, rank < 0 ? "" : "rank " + std::to_string(rank) + ": ", rank > 0, o.crowded) {
+    for (int r = first_rank(); r < end_rank(); r++) weights[r] = static_cast<const uint8_t*>(o.blobs[r]);
+    const int ranks = end_rank() - first_rank();
     // Keys lie 16 positions to a vector, so that scores need no sum across lanes; values lie 16 channels to a vector.
-    keys = Buffer<float>(cache_elements(context));
-    values = Buffer<float>(cache_elements(context));
+    keys = Buffer<float>(cache_elements(context, ranks));
+    values = Buffer<float>(cache_elements(context, ranks));
     history = Buffer<int32_t>(context);
     chunks = static_cast<int>(ceil_div(context, kChunk));
-    partial = Buffer<float>(partial_elements(context));
-    locals = std::vector<Local>(static_cast<size_t>(threads));
-    for (auto& l : locals) l.down = Buffer<float>(down_elements(threads));
+    partial = Buffer<float>(partial_elements(context, ranks));
+    qkv = Buffer<float>(qkv_elements(ranks));
+    locals = std::vector<Local>(static_cast<size_t>(o.threads));
+    const auto [lo, hi] = own(m::hidden_tiles, kHiddenBlocks);
+    for (int tid = 0; tid < o.threads; tid++) {
+      Local& l = locals[static_cast<size_t>(tid)];
+      l.down = Buffer<float>(down_elements(o.threads, hi - lo));
+      l.active.reserve(kMaxActive);  // must never grow during a step
+      l.seat.rank = rank;
+      l.seat.tid = tid;
+      l.seat.threads = o.threads;
+    }
   }
 
-  // A layer's cache of one KV head.
+  int first_rank() const { return std::max(rank, 0); }
+  int end_rank() const { return rank < 0 ? m::ranks : rank + 1; }
+  // Whether this is where steps come from and tokens are chosen.
+  bool leads() const { return rank <= 0; }
+
+  // Of `n` tiles (or anything else) that are split along N, `each` a rank: [first, second) are a rank's, or this State's.
+  static std::pair<int, int> part(int r, int each, int n) { return {std::min(r * each, n), std::min((r + 1) * each, n)}; }
+  std::pair<int, int> own(int each, int n) const {
+    return {part(first_rank(), each, n).first, part(end_rank() - 1, each, n).second};
+  }
+  // Thread tid's share of those.
+  std::pair<int, int> own_share(int each, int n, int tid) const {
+    const auto [first, end] = own(each, n);
+    const auto [lo, hi] = share(end - first, tid, team.size());
+    return {first + static_cast<int>(lo), first + static_cast<int>(hi)};
+  }
+
+  // A layer's cache of one KV head, counted over all ranks; so are the heads and tiles below.
   float* key_cache(int layer, int kv_head) { return keys.data() + cache_offset(layer, kv_head); }
   float* value_cache(int layer, int kv_head) { return values.data() + cache_offset(layer, kv_head); }
   int64_t cache_offset(int layer, int kv_head) const {
-    return (int64_t{layer} * kKvHeads + kv_head) * align_up(context, 16) * kDim;
+    const int heads = (end_rank() - first_rank()) * m::kv_heads;
+    return (int64_t{layer} * heads + kv_head - first_rank() * m::kv_heads) * align_up(context, 16) * kDim;
+  }
+  float* qkv_tile(int64_t tile) const { return qkv.data() + (tile - first_rank() * kQkvTiles) * step.slots * 16; }
+  float* partial_of(int t, int head, int chunk) const {
+    const int heads = (end_rank() - first_rank()) * m::q_heads;
+    return partial.data() + ((int64_t{t} * heads + head - first_rank() * m::q_heads) * chunks + chunk) * (kDim + 16);
+  }
+  // [tokens][heads of the rank]
+  float* squares_of(int r, int t) const { return squares.data() + (int64_t{r} * kMaxTokens + t) * kSquares; }
+
+  // Something of one rank's blob; of what every rank holds whole.
+  template <class T>
+  const T* at(int r, uint64_t offset) const {
+    return reinterpret_cast<const T*>(weights[r] + offset);
   }
   template <class T>
-  const T* at(int rank, uint64_t offset) const {
-    return reinterpret_cast<const T*>(weights[rank] + offset);
+  const T* whole(uint64_t offset) const {
+    return at<T>(first_rank(), offset);
   }
 
   const int context;
-  int length = 0;
-  const uint8_t* weights[m::ranks];
+  const int rank;
+  Link* const link;
+  int length = 0;  // where it leads
+  const uint8_t* weights[m::ranks] = {};  // null where they are another State's
+  Failure& failure;
   Team team;
   std::vector<Local> locals;
   Step step;
+  Taps taps;
   int chunks = 0;
 
-  Buffer<float> keys, values, partial;
+  Buffer<float> keys, values, partial, qkv;
   Buffer<int32_t> history;
   Fixed<float, kActivations, m::buffer_x> x;
-  Fixed<float, int64_t{m::ranks} * kQkvTiles * kMaxSlots * 16, m::buffer_qkv> qkv;
+  Fixed<float, int64_t{m::ranks} * kMaxTokens * kSquares, m::buffer_squares> squares;
   Fixed<float, kQBlocks * kMaxSlots * 16, m::buffer_attention> attention;
   Fixed<float, m::sandwich ? kActivations : 0, m::buffer_branch> branch;
   Fixed<float, ceil_div(m::num_experts, 16) * kMaxSlots * 16, m::buffer_router> router;
@@ -181,6 +259,7 @@ struct State {
     std::atomic<int> done{0};
   };
   Counter heads_done[kKvHeads];
+  int32_t best[m::ranks][2];  // what the other ranks sent of their best tokens
 };
 
 }  // namespace mk

@@ -4,13 +4,10 @@
 // An exchange has an image: the gathered result in 32-bit words, each of which one rank computes. Every rank has three copies
 // of the image to receive in, which the epochs use in turn. Its own words are of no use there and stay EMPTY.
 #pragma once
+#include "common/exchange.h"
 #include "ptx.cuh"
 
 namespace mk {
-
-constexpr uint32_t kEmptyWord = 0xFFFFFFFFu;  // "not here yet": a NaN as a float32, two as bf16
-constexpr uint32_t kNanWord = 0x7FFF7FFFu;    // what is sent in its place: the same
-constexpr int kExchangeCopies = 3;
 
 // The ranks of a model as one of them sees them. In the parameters of a kernel.
 template <int kRanks>
@@ -20,7 +17,6 @@ struct Peers {
   uint32_t* sent[kRanks];   // of every rank, by rank: how many times a block of that one has sent; used by flags only
 };
 
-__device__ __forceinline__ uint32_t sendable(uint32_t w) { return w == kEmptyWord ? kNanWord : w; }
 __device__ __forceinline__ uint2 sendable(uint2 w) { return {sendable(w.x), sendable(w.y)}; }
 __device__ __forceinline__ uint4 sendable(uint4 w) {
   return {sendable(w.x), sendable(w.y), sendable(w.z), sendable(w.w)};

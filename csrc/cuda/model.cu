@@ -140,6 +140,7 @@ MK_EXPORT const char* mk_last_error(void) { return last_error; }
 
 MK_EXPORT int32_t mk_create(const mk_options* o, mk_model** out) {
   if (o->num_ranks != 1) return fail(MK_ERR_ARGUMENT, "compiled for 1 rank, given " + std::to_string(o->num_ranks));
+  if (o->flags) return fail(MK_ERR_ARGUMENT, "flags has bits that this kernel does not know");
   if (o->weights_bytes != m::blob_bytes)
     return fail(MK_ERR_ARGUMENT, "the weights must be " + std::to_string(m::blob_bytes) + " bytes, given " +
                                      std::to_string(o->weights_bytes));

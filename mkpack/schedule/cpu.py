@@ -7,35 +7,26 @@ buffers have the sizes given here. Workers are threads.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mkpack.layout import TILE_ROWS, align, ceil_div, split_heads
-from mkpack.schedule.ir import Buffer, Items, Phase, Schedule, Use, Wait
+from mkpack.schedule.ir import Buffer, Exchange, Items, Phase, Schedule, Use, Wait
 
 if TYPE_CHECKING:
     from mkpack.manifest import Section
     from mkpack.spec import ModelSpec
 
 CHUNK = 256  # positions of one attention item
+STEP_WORDS = 5  # that the first rank tells the others of a step beside its tokens: csrc/cpu/state.h's struct Step
 PHASES = (
-    *("embed", "qkv", "attention", "combine", "output", "attn_residual"),
+    *("embed", "qkv", "qk_squares", "attention", "combine", "output", "attn_residual"),
     *("router", "pre_proj", "gate_up", "down", "post_proj", "mlp_residual", "head", "sample"),
 )
 BUFFERS = (
-    *("tokens", "history", "x", "cosine", "sine", "qkv", "keys", "values", "partial", "attention", "branch", "router"),
-    *(
-        "narrow",
-        "inner",
-        "expert_out",
-        "logits",
-        "best_value",
-        "best_token",
-        "normed",
-        "gathered",
-        "active",
-        "down_sum",
-    ),
-    *("query", "scores"),
+    *("tokens", "history", "x", "cosine", "sine", "qkv", "squares", "keys", "values", "partial", "attention", "branch"),
+    *("router", "narrow", "inner", "expert_out", "logits", "best_value", "best_token", "normed", "gathered", "active"),
+    *("down_sum", "query", "scores"),
 )
 # Sections that every rank holds whole, so that one rank's are read for all of them.
 _REPLICATED = (
@@ -72,6 +63,9 @@ class _Step:
         self.sections = {s.name: s for s in sections}
         heads = split_heads(spec, tp)
         self.heads, self.kv_heads = tp * heads.q_heads, tp * heads.kv_heads
+        self.rank_channels = heads.q_heads * spec.head_dim
+        # Norms over a whole projection need one number of each head.
+        self.squares = self.heads + self.kv_heads if spec.qk_norm and spec.qk_norm_over == "projection" else 0
         self.group = heads.q_heads // heads.kv_heads
         self.slots = 1 << (tokens - 1).bit_length()  # activations of a step lie in 1, 2, 4, 8 or 16 token slots
         self.dim = align(spec.head_dim, TILE_ROWS)
@@ -100,6 +94,7 @@ class _Step:
             Buffer("cosine", "rotary table of the step's positions", self.angles, "step"),
             Buffer("sine", "rotary table of the step's positions", self.angles, "step"),
             Buffer("qkv", "queries, keys and values as projected", self.qkv_rows * slots, "layer"),
+            Buffer("squares", "sum of squares of every head of q and k", self.squares * tokens, "layer"),
             Buffer("keys", "key cache", self.cache, "model"),
             Buffer("values", "value cache", self.cache, "model"),
             Buffer("partial", "per 256 positions: weighted values, maximum, sum", self.partial, "layer"),
@@ -153,6 +148,8 @@ class _Step:
         normed, gathered = Use("normed", self.hidden), Use("gathered", self.hidden)
         logits = Use("logits", tokens * vocab * TILE_ROWS)
         best = (Use("best_value", tokens), Use("best_token", tokens))
+        # What is chosen from: the logits where they are wanted, else the best token of each rank.
+        chosen = self._exchange("logits", "best_value", "best_token", words=self._tile_rows(self.spec.vocab_size))
         result += [
             self._phase(
                 "head",
@@ -162,8 +159,9 @@ class _Step:
                 head,
                 head + ".scale",
                 reads=(self._x, gathered, normed),
-                writes=(gathered, normed, logits, *best),
+                writes=(gathered, normed, *map(_own, (logits, *best))),
                 waits=(Wait(last),),
+                exchange=chosen and replace(chosen, first=True),
                 optional=True,
             ),
             Phase(
@@ -171,9 +169,11 @@ class _Step:
                 None,
                 Items(1, "next token", workers="first"),
                 reads=(*best, Use("history", self.context)),
-                writes=(Use("tokens", 1),),
+                writes=(_own(Use("tokens", 1)),),
                 updates=(logits,),
                 waits=(Wait("head"),),
+                # Before every step, also of tokens that a caller gave.
+                exchange=Exchange(("tokens",), STEP_WORDS + tokens) if self.tp > 1 else None,
                 optional=True,
             ),
         ]
@@ -205,6 +205,14 @@ class _Step:
         nbytes = sum(self.sections[n].nbytes * c for n, c in zip(found, copies, strict=True))
         return Phase(name, layer, items, found, nbytes, **fields)
 
+    def _tile_rows(self, rows: int) -> int:
+        """Rows of a matrix split along N that a rank holds, padding included."""
+        return ceil_div(ceil_div(rows, TILE_ROWS), self.tp) * TILE_ROWS
+
+    def _exchange(self, *buffers: str, words: int) -> Exchange | None:
+        """words: a token's."""
+        return Exchange(buffers, words * self.tokens) if self.tp > 1 else None
+
     def _attention(self, i: int, before: str) -> list[Phase]:
         spec, p = self.spec, f"layers.{i}."
         qkv = Use("qkv", self.tp * self._rows(p + "qkv") * self.slots)
@@ -213,6 +221,9 @@ class _Step:
         columns = Use("attention", align(self._cols(p + "o"), TILE_ROWS) * self.slots)
         query = (Use("query", self.dim), Use("scores", CHUNK))
         normed = Use("normed", self.hidden)
+        squares = Use("squares", self.squares * self.tokens)
+        together = (squares,) if self.squares else ()
+        attend = p + ("qk_squares" if together else "qkv")
         found = [
             self._phase(
                 "qkv",
@@ -220,27 +231,42 @@ class _Step:
                 Items(self.tp * self._rows(p + "qkv") // TILE_ROWS, "16 rows of q, k or v"),
                 *("attn_norm", "qkv", "qkv.scale", "qkv_bias"),
                 reads=(self._x, normed),
-                writes=(normed, qkv),
+                writes=(normed, _own(qkv)),
                 waits=(Wait(before),),
             ),
+        ]
+        if together:
+            found.append(
+                self._phase(
+                    "qk_squares",
+                    i,
+                    Items(self.squares, "head of q or k"),
+                    reads=(_own(qkv),),
+                    writes=(_own(squares),),
+                    waits=(Wait(p + "qkv"),),
+                    exchange=self._exchange("squares", words=self.squares // self.tp),
+                )
+            )
+        found += [
             self._phase(
                 "attention",
                 i,
                 Items(self.kv_heads, "KV head", "256 positions"),
                 *("q_norm", "k_norm"),
-                reads=(qkv, *self._rotary, *query),
-                writes=(*query, partial),
-                updates=(Use("keys", self.cache), Use("values", self.cache)),
-                waits=(Wait(p + "qkv"),),
+                reads=(_own(qkv), *together, *self._rotary, *query),
+                writes=(*query, _own(partial)),
+                updates=(_own(Use("keys", self.cache)), _own(Use("values", self.cache))),
+                waits=(Wait(attend),),
             ),
             self._phase(
                 "combine",
                 i,
                 Items(self.kv_heads, "query heads of a KV head"),
                 *("sinks",),
-                reads=(partial, qkv) if spec.attention_gate else (partial,),
-                writes=(attention,),
+                reads=(_own(partial), _own(qkv)) if spec.attention_gate else (_own(partial),),
+                writes=(_own(attention),),
                 waits=(Wait(p + "attention", "last arriver"),),
+                exchange=self._exchange("attention", words=self.rank_channels),
             ),
             self._phase(
                 "output",
@@ -248,8 +274,7 @@ class _Step:
                 Items(ceil_div(spec.hidden_size, TILE_ROWS), "16 channels of x"),
                 *("o", "o.scale", "o_bias"),
                 reads=(columns,),
-                writes=self._added()[0],
-                updates=self._added()[1],
+                **self._added(),
                 waits=(Wait(p + "combine"),),
             ),
         ]
@@ -288,8 +313,9 @@ class _Step:
                     Items(ceil_div(self.narrow // self.slots, TILE_ROWS), "16 channels of the experts' input"),
                     *("pre_proj", "pre_proj.scale"),
                     reads=(normed,),
-                    writes=(Use("narrow", self.narrow),),
+                    writes=(_own(Use("narrow", self.narrow)),),
                     waits=(Wait(before),),
+                    exchange=self._exchange("narrow", words=self._tile_rows(self.narrow // self.slots)),
                 )
             )
         # A dense layer has no router phase: each thread norms x itself, and every token takes the one "expert". Narrow
@@ -299,14 +325,8 @@ class _Step:
             reads: tuple[Use, ...] = (router, Use("narrow", self.narrow), normed, gathered, active)
         else:
             reads = (router, normed, gathered, active) if moe else (self._x, normed, active)
-        writes = (
-            (normed, gathered, active, inner)
-            if narrow
-            else (gathered, active, inner)
-            if moe
-            else (normed, active, inner)
-        )
-        pairs = ceil_div(self._cols(p + "down"), TILE_ROWS)
+        writes = (normed, gathered, active) if narrow else (gathered, active) if moe else (normed, active)
+        pairs, chosen = ceil_div(self._cols(p + "down"), TILE_ROWS), spec.moe.top_k if moe and spec.moe else 1
         result.append(
             self._phase(
                 "gate_up",
@@ -316,8 +336,9 @@ class _Step:
                 *("gate_up", "gate_up.scale", "gate_up_bias", "down_input_scale"),
                 routed=moe,
                 reads=reads,
-                writes=writes,
+                writes=(*writes, _own(inner)),
                 waits=(Wait(result[-1].key if result else before),),
+                exchange=self._exchange("inner", words=chosen * self._tile_rows(self._cols(p + "down"))),
             )
         )
         result.append(self._down(i, inner, active, narrow))
@@ -330,9 +351,8 @@ class _Step:
                     Items(ceil_div(spec.hidden_size, TILE_ROWS), "16 channels of x"),
                     *("expert_norm", "post_proj", "post_proj.scale"),
                     reads=(outputs, active, normed),
-                    writes=(normed, *self._added()[0]),
-                    updates=self._added()[1],
                     waits=(Wait(p + "down"),),
+                    **self._added(normed),
                 )
             )
         if spec.sandwich:
@@ -341,13 +361,14 @@ class _Step:
 
     def _down(self, i: int, inner: Use, active: Use, narrow: bool) -> Phase:
         """The outputs of experts, summed; of narrow ones each by itself, for they are normed before."""
-        moe = self.spec.layers[i].moe
+        spec, moe = self.spec, self.spec.layers[i].moe
         channels = ceil_div((self.narrow if narrow else self.hidden) // self.slots, TILE_ROWS)
         down_sum = Use("down_sum", channels * TILE_ROWS * self.slots)
-        writes, updates = self._added()
-        own: dict[str, Any] = {"reads": (inner, active, down_sum), "writes": (down_sum, *writes), "updates": updates}
-        if narrow:
-            own = {"reads": (inner, active), "writes": (Use("expert_out", self.active * self.narrow),)}
+        own: dict[str, Any] = {"reads": (inner, active, down_sum), **self._added(down_sum)}
+        if narrow and spec.moe:
+            words = spec.moe.top_k * self._tile_rows(self.narrow // self.slots)
+            own = {"reads": (inner, active), "writes": (_own(Use("expert_out", self.active * self.narrow)),)}
+            own["exchange"] = self._exchange("expert_out", words=words)
         what = "16 channels of an expert's output" if narrow else "16 channels of x, all experts"
         return self._phase(
             "down",
@@ -359,9 +380,14 @@ class _Step:
             **own,
         )
 
-    def _added(self) -> tuple[tuple[Use, ...], tuple[Use, ...]]:
-        """(writes, updates) of a phase that ends a sub-layer: x itself, or what a residual phase norms first."""
-        return ((Use("branch", self.hidden),), ()) if self.spec.sandwich else ((), (self._x,))
+    def _added(self, *writes: Use) -> dict[str, Any]:
+        """Fields of a phase that ends a sub-layer, beside what else it writes: its result is added to x itself, or is
+        what a residual phase norms first."""
+        name = "branch" if self.spec.sandwich else "x"
+        own, exchange = _own(Use(name, self.hidden)), self._exchange(name, words=self._tile_rows(self.spec.hidden_size))
+        if self.spec.sandwich:
+            return {"writes": (*writes, own), "exchange": exchange}
+        return {"writes": writes, "updates": (own,), "exchange": exchange}
 
     def _residual(self, name: str, i: int, before: str, *norms: str) -> Phase:
         return self._phase(
@@ -374,3 +400,8 @@ class _Step:
             updates=(self._x,),
             waits=(Wait(before),),
         )
+
+
+def _own(use: Use) -> Use:
+    """Of that only a rank's own part."""
+    return replace(use, part=True)

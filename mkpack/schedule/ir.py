@@ -51,10 +51,22 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Use:
-    """A buffer and how far into it a phase may reach, in elements."""
+    """A buffer and how far into it a phase may reach, in elements. part: a rank with memory of its own touches only its
+    own part of that."""
 
     buffer: str
     elements: int
+    part: bool = False
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What follows a phase where ranks have memory of their own: each sends its part of these buffers to the others, or
+    where `first` to the first rank alone. words: of 32 bits, of a rank for the most tokens."""
+
+    buffers: tuple[str, ...]
+    words: int
+    first: bool = False
 
 
 @dataclass(frozen=True)
@@ -173,7 +185,8 @@ class Phase:
     """layer: None outside the layers. sections: streamed in this order, of `routed` ones the chosen experts' share.
     nbytes: of the sections, whole, all ranks together. gathers: sections of which only rows are looked up, which costs
     next to nothing. updates: buffers read and written in place, by each item its own part. optional: left out of steps
-    whose logits nobody wants. A private buffer that is both read and written is written first.
+    whose logits nobody wants. A private buffer that is both read and written is written first. exchange: of several
+    ranks, where they have memory of their own; workers meet before it and after it.
 
     Of GPUs: feeds and loads say which bytes of the sections. puts and takes say which worker touches what of buffers
     without barriers; epoch counts layers from the step's first; meets: the warps of a worker that puts anything meet
@@ -191,6 +204,7 @@ class Phase:
     writes: tuple[Use, ...] = ()
     updates: tuple[Use, ...] = ()
     waits: tuple[Wait, ...] = ()
+    exchange: Exchange | None = None
     optional: bool = False
     feeds: tuple[Feed, ...] = ()
     loads: tuple[Load, ...] = ()

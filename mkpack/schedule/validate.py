@@ -10,6 +10,7 @@ import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Literal
 
 from mkpack.errors import InternalError
 from mkpack.schedule import exchange, streams
@@ -33,7 +34,7 @@ def validate(schedule: Schedule) -> list[str]:
             problems = [*streams.problems(schedule, schedule.machine), *exchange.problems(schedule, schedule.machine)]
         else:
             problems = [*_sections(schedule)]
-        problems += [*_uses(schedule), *_waits(schedule)]
+        problems += [*_uses(schedule), *_waits(schedule), *_exchanges(schedule)]
         optional = any(p.optional for p in schedule.phases)
         for logits in itertools.product((True, False) if optional else (True,), repeat=2):
             problems += _Run(schedule, logits).problems()
@@ -124,12 +125,33 @@ def _waits(schedule: Schedule) -> Iterator[str]:
                 yield f"{p.key} waits for {w.phase}, which not every step has"
 
 
+def _exchanges(schedule: Schedule) -> Iterator[str]:
+    """Exchanges that several ranks have, of what their phase made, and with workers that meet: before it, or one would
+    send what another has not finished, and after it, or one would read what another has not taken."""
+    barriers = schedule.barriers() | {p.key for p in schedule.phases if p.items.workers == "first"}
+    for p in schedule.phases:
+        if p.exchange is None:
+            continue
+        made = {u.buffer for u in (*p.writes, *p.updates) if u.part}
+        for name in p.exchange.buffers:
+            if name not in made:
+                yield f"{p.key} exchanges {name}, of which no rank has a part from it"
+        if schedule.tp == 1:
+            yield f"{p.key} exchanges {', '.join(p.exchange.buffers)}, but there is one rank"
+        if p.exchange.words < 1:
+            yield f"{p.key} exchanges {p.exchange.words} words: expected at least one"
+        if p.key not in barriers:
+            yield f"{p.key} ends with an exchange, but nobody waits for it"
+
+
 @dataclass
 class _State:
-    """What a buffer has seen: the phases that wrote it last (one, or all that update it), those that read since."""
+    """What a buffer has seen: the phases that wrote it last (one, or all that update it), those that read since.
+    has: who has all of it where ranks have memory of their own."""
 
     writer: int | None = None
     elements: int = 0
+    has: Literal["every rank", "the first rank", "no rank"] = "every rank"
     readers: list[int] = field(default_factory=list)
 
 
@@ -138,6 +160,7 @@ class _Run:
 
     def __init__(self, schedule: Schedule, logits: tuple[bool, ...]):
         self.buffers = {b.name: b for b in schedule.buffers}
+        self.apart = schedule.tp > 1 and schedule.machine is None
         self.phases = [(s, p) for s, all_ in enumerate(logits) for p in schedule.phases if all_ or not p.optional]
         self.state: dict[tuple[str, int | None], _State] = defaultdict(_State)
         self.over = -1  # every phase up to here is complete, on all workers
@@ -167,6 +190,9 @@ class _Run:
                     yield from self._read(i, p, u)
             for u in (*p.writes, *p.updates):
                 yield from self._write(i, p, u)
+            if p.exchange:
+                for name in p.exchange.buffers:
+                    self._of(name, p).has = "the first rank" if p.exchange.first else "every rank"
             for u in p.reads:
                 self._of(u.buffer, p).readers.append(i)
             latest[p.key] = i
@@ -191,6 +217,9 @@ class _Run:
         alone = buffer.scope in ("private", "ordered")
         if not alone and not (self._done(state.writer, i) or state.writer in self.flows):
             yield f"{p.key} reads {use.buffer}, but does not wait for {writer}, which writes it"
+        whole = state.has == "every rank" or (state.has == "the first rank" and p.items.workers == "first")
+        if self.apart and not use.part and not whole:
+            yield f"{p.key} reads all of {use.buffer}, which {state.has} has: {writer} writes a rank's part of it"
         if buffer.lifetime != "model" and use.elements > state.elements:
             yield f"{p.key} reads {use.elements} elements of {use.buffer}, of which {writer} writes {state.elements}"
 
@@ -203,6 +232,7 @@ class _Run:
             if state.writer is not None and not self._done(state.writer, i):
                 yield f"{p.key} writes {use.buffer} while {self._name(state.writer, i)} may still write it"
         state.writer, state.elements, state.readers = i, use.elements, []
+        state.has = "no rank" if use.part else "every rank"
 
     def _alive(self, buffer: Buffer, writer: int, reader: int) -> bool:
         (step, p), (step_now, now) = self.phases[writer], self.phases[reader]

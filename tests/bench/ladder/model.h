@@ -147,7 +147,7 @@ constexpr char description[] = "{}";
 
 #include <cstddef>
 #include <type_traits>
-static_assert(MK_ABI_VERSION == 1, "MK_ABI_VERSION differs from mkpack/abi.py");
+static_assert(MK_ABI_VERSION == 2, "MK_ABI_VERSION differs from mkpack/abi.py");
 static_assert(MK_MAX_STEP_TOKENS == 16, "MK_MAX_STEP_TOKENS differs from mkpack/abi.py");
 static_assert(sizeof(mk_options) == 40, "size of mk_options differs from mkpack/abi.py");
 static_assert(offsetof(mk_options, weights) == 0, "offset of mk_options.weights differs from mkpack/abi.py");
@@ -165,9 +165,9 @@ static_assert(std::is_same<decltype(mk_options::threads), int32_t>::value,
 static_assert(offsetof(mk_options, context) == 24, "offset of mk_options.context differs from mkpack/abi.py");
 static_assert(std::is_same<decltype(mk_options::context), int32_t>::value,
               "type of mk_options.context differs from mkpack/abi.py");
-static_assert(offsetof(mk_options, pad) == 28, "offset of mk_options.pad differs from mkpack/abi.py");
-static_assert(std::is_same<decltype(mk_options::pad), int32_t>::value,
-              "type of mk_options.pad differs from mkpack/abi.py");
+static_assert(offsetof(mk_options, flags) == 28, "offset of mk_options.flags differs from mkpack/abi.py");
+static_assert(std::is_same<decltype(mk_options::flags), int32_t>::value,
+              "type of mk_options.flags differs from mkpack/abi.py");
 static_assert(offsetof(mk_options, wait_limit_s) == 32, "offset of mk_options.wait_limit_s differs from mkpack/abi.py");
 static_assert(std::is_same<decltype(mk_options::wait_limit_s), double>::value,
               "type of mk_options.wait_limit_s differs from mkpack/abi.py");
