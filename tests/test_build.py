@@ -22,6 +22,7 @@ import builds
 import families
 import numpy as np
 import pytest
+from artifacts import damage
 from patience import PATIENCE_S
 from safetensors.torch import load_file, save_file
 
@@ -29,7 +30,7 @@ from mkpack import build as builder
 from mkpack import compile as compiling
 from mkpack import packing, platform, reproduce
 from mkpack import plan as planner
-from mkpack.artifact import open_artifact
+from mkpack.artifact import extract, open_artifact
 from mkpack.build import build
 from mkpack.errors import UserError
 from mkpack.loader import load
@@ -474,7 +475,23 @@ def test_a_number_of_ranks_changes_no_bit(tmp_path, out):
             tokens = builds.generated(model, prompt, 40)
             model.reset()
             found[tp] = (tokens, model.step([*prompt, *tokens], 65).tobytes())
+        if tp == 1:
+            with pytest.raises(
+                UserError, match="ranks: this artifact was built for one rank; build it with parallel.tp"
+            ):
+                load(path, ranks=True)
+        else:
+            with load(path, ranks=True, threads=tp) as model:
+                apart = builds.generated(model, prompt, 40)
+                model.reset()
+                assert (apart, model.step([*prompt, *tokens], 65).tobytes()) == found[tp]
     assert found[2] == found[3] == found[4] == found[1]
+    with open_artifact(path) as artifact:
+        name = next(w.path for w in artifact.manifest.weights if w.rank == 2)
+    extract(path, folder := tmp_path / "folder")
+    damage(folder, name)
+    with load(folder, ranks=True) as model, pytest.raises(UserError, match=rf"{name}: sha256 expected"):
+        model.step(prompt)
 
 
 def test_the_command_prints_path_or_json(stub, recipe, out):

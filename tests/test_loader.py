@@ -16,8 +16,8 @@ import pytest
 from fake import END, FAKE, HELLO, TARGET, ids
 
 import mkpack
-from mkpack import platform
-from mkpack.artifact import extract
+from mkpack import loader, platform
+from mkpack.artifact import extract, open_artifact
 from mkpack.errors import UserError
 from mkpack.loader import load
 from mkpack.model import Model
@@ -225,3 +225,22 @@ def test_the_run_side_imports_nothing_heavy():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+# --- ranks with memory of their own ------------------------------------------------------------------------------
+
+
+def test_ranks_that_an_artifact_cannot_have(make, monkeypatch):
+    path = make(HELLO)
+    assert "ranks: this artifact was built for one rank" in must_not_load(path, monkeypatch, ranks=True)
+    with open_artifact(path) as artifact:
+        two = artifact.manifest.model_copy(update={"tp": 2})
+    (target,) = two.kernels
+
+    def refusals(**changes: str) -> list[str]:
+        kernel = two.kernels[target].model_copy(update=changes)
+        return loader._ranks_refusals(two.model_copy(update={"kernels": {target: kernel}}), target, False)
+
+    assert refusals(description='{"abi": 2}') == []
+    assert "built by an older mkpack, which has none; rebuild it" in refusals(description='{"abi": 1}')[0]
+    assert refusals(layout="cuda") == [f"ranks: expected a CPU target, found {target}; choose one (--target cpu)"]

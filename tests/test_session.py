@@ -43,7 +43,9 @@ def test_run_streams_the_answer(call: Any) -> None:
 
 
 def test_run_passes_what_was_given_and_nothing_else(call: Any) -> None:
-    flags = "--system Short --target cpu --threads 2 --ranks --context 64 --no-verify --max-new-tokens 5 --temperature 0.5"
+    flags = (
+        "--system Short --target cpu --threads 2 --ranks --context 64 --no-verify --max-new-tokens 5 --temperature 0.5"
+    )
     flags += " --top-k 4 --top-p 0.9 --min-p 0.1 --repetition-penalty 1.1 --seed 7"
     assert call("run", "a.mkpack", "-p", "Hi", *flags.split())[0] == 0
     given = {"target": "cpu", "threads": 2, "context": 64, "verify": False}
