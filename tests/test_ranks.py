@@ -38,7 +38,7 @@ MODELS: dict[str, tuple[ModelSpec, dict, tuple[int, ...]]] = {
             moe={"num_experts": 3, "top_k": 2, "intermediate_size": 640},
             layers=[LayerSpec(moe=True), LayerSpec(moe=False)],
         ),
-        precision("bf16"),
+        precision("bf16") | {"down_input": "nvfp4"},
         (8,),
     ),
 }

@@ -174,7 +174,7 @@ inline void gate_up_phase(State& s, int layer, int tid) {
     const float* scales = s.at<float>(rank, l.gate_up_scale);
     float* inner = s.inner.data() + (int64_t{which} * kInnerBlocks * kMaxSlots + block * n) * 16;
     constexpr Fmt carried = Experts ? m::fmt_down_input : Fmt::f32;
-    const float scale2 = carried == Fmt::nvfp4 ? s.at<float>(0, l.down_input_scale)[a.expert] : 1.0f;
+    const float scale2 = carried == Fmt::nvfp4 ? s.whole<float>(l.down_input_scale)[a.expert] : 1.0f;
     tile_run<F>(n, s.at<uint8_t>(rank, l.gate_up) + pair * size, 2 * count, Blocks, x, [&](int i, const float* sums) {
       const V scale = tile_scale<F>(scales, pair + i);
       float* out = inner + i / 2 * n * 16;
