@@ -27,6 +27,7 @@ from mkpack.compile import Kernel, Unit, compile_kernels
 from mkpack.dummy import Dummy
 from mkpack.errors import UserError, os_errors
 from mkpack.layout import Layout
+from mkpack.layout_cuda import CudaLayout
 from mkpack.manifest import (
     FORMAT_VERSION,
     MANIFEST_NAME,
@@ -391,11 +392,11 @@ def _summary(report: dict[str, Any]) -> dict[str, Any]:
 def _kernel_entry(todo: Plan, limits: Limits, target: str, trace: bool, path: str, compiled: Kernel) -> KernelEntry:
     name = layout_name(target)
     layout, trace = todo.layouts[name], trace and name == "cuda"
-    sections, nbytes, tp = layout.sections, layout.nbytes, layout.tp
+    facts = (todo.spec, layout.sections, layout.nbytes, layout.tp, limits, target, trace, layout.down_input)
     return KernelEntry(
         path=path,
         layout=name,
-        description=codegen.description(todo.spec, sections, nbytes, tp, limits, target, trace, layout.down_input),
+        description=codegen.description(*facts, layout.per_device if isinstance(layout, CudaLayout) else 1),
         compiler=compiled.compiler,
         requires=compiled.requires,  # type: ignore[arg-type]
     )

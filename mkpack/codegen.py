@@ -28,10 +28,12 @@ def description(
     target: str,
     trace: bool = False,
     down_input: Format | None = None,
+    per_device: int = 1,
 ) -> str:
     """The JSON text compiled into the .so: what must agree between a kernel and the weights it is given. trace: the
-    kernel keeps times for `mkpack trace`. down_input: how it carries that, where the recipe says it."""
-    facts = {
+    kernel keeps times for `mkpack trace`. down_input: how it carries that, where the recipe says it. per_device: ranks
+    that may share a GPU."""
+    facts: dict[str, object] = {
         "abi": abi.ABI_VERSION,
         "target": target,
         "tp": tp,
@@ -43,6 +45,8 @@ def description(
     }
     if down_input:
         facts["down_input"] = down_input
+    if per_device > 1:
+        facts["per_device"] = per_device
     return json.dumps({**facts, "trace": True} if trace else facts, sort_keys=True)
 
 

@@ -5,12 +5,14 @@ Mirrors csrc/cuda/layout.cuh; docs/CUDA.md says the same in words, and model.cu 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pydantic import BaseModel
 
-from mkpack.layout import SECTION_ALIGN, align, ceil_div
+from mkpack.errors import UserError
+from mkpack.layout import SECTION_ALIGN, align, ceil_div, split_heads
 from mkpack.manifest import Manifest, Section
 from mkpack.spec import Format, LayerSpec, ModelSpec, MoeSpec, PrecisionKey, SourceNames, TensorRole, tensors
 
@@ -62,6 +64,8 @@ _TAKEN: dict[type[BaseModel], tuple[str, ...]] = {
     ),
     LayerSpec: ("rope", "sliding_window"),
 }
+# Features of a spec that the kernel has with any number of ranks; others only with one.
+_WITH_RANKS = ("sliding_window",)
 
 _ROUTERS = ("router", "routers")  # sections, of CPUs one a layer
 
@@ -72,7 +76,13 @@ def cuda_refusals(
     spec: ModelSpec, precision: Mapping[PrecisionKey, Format], tp: int = 1, router_format: Format = "bf16"
 ) -> list[str]:
     """Everything that this version of the kernel cannot do of a model, by name; empty when it can run it."""
-    return [f"{name} is {value}, the kernel takes {takes}" for name, value, takes in _limits(spec, tp)] + [
+    limits = list(_limits(spec, tp))
+    if tp > 1:
+        named = {name for name, _, _ in limits}
+        limits += [
+            (name, value, f"{takes} with parallel.tp {tp}") for name, value, takes in _alone(spec) if name not in named
+        ]
+    return [f"{name} is {value}, the kernel takes {takes}" for name, value, takes in limits] + [
         f"{name} is {value}, the kernel takes {' or '.join(allowed)}"
         for name, value, allowed in (
             ("quantise.experts", precision["experts"], ["nvfp4"]),
@@ -90,8 +100,10 @@ def cuda_refusals(
 def _limits(spec: ModelSpec, tp: int) -> Iterator[tuple[str, object, object]]:
     """(name, value, what the kernel takes) of everything in a model's shape and features that it does not take."""
     heads, kv_heads = spec.num_attention_heads, spec.num_key_value_heads
-    if tp != 1:
-        yield "parallel.tp", tp, 1
+    try:
+        split_heads(spec, tp)
+    except UserError as e:
+        yield "parallel.tp", tp, str(e).rpartition("runs on ")[2]
     if spec.hidden_size % CHUNK:
         yield "hidden_size", spec.hidden_size, f"multiples of {CHUNK}"
     if spec.head_dim not in HEAD_DIMS:
@@ -136,6 +148,18 @@ def _limits(spec: ModelSpec, tp: int) -> Iterator[tuple[str, object, object]]:
         yield f"{name} of layers {_few(layers)}", value, takes
 
 
+def _alone(spec: ModelSpec) -> Iterator[tuple[str, object, object]]:
+    """What _limits() says of features that a model with several ranks cannot have."""
+    if dense := [i for i, layer in enumerate(spec.layers) if not layer.moe]:
+        yield f"mlp of layers {_few(dense)}", "dense", "experts in every layer"
+    yield from _features(spec, taken=_WITH_RANKS)
+    if spec.moe:
+        yield from _features(spec.moe, "moe ", _WITH_RANKS)
+    for i, layer in enumerate(spec.layers):
+        for name, value, takes in _features(layer, taken=_WITH_RANKS):
+            yield f"{name} of layer {i}", value, takes
+
+
 def _features(
     spec: ModelSpec | MoeSpec | LayerSpec, prefix: str = "", taken: tuple[str, ...] = ()
 ) -> Iterator[tuple[str, str, str]]:
@@ -165,21 +189,27 @@ def _few(layers: list[int]) -> str:
 
 
 class CudaLayout:
-    """The section table of the one blob that every CUDA architecture shares. Offsets inside sections in bytes.
+    """The section table of a rank's blob, which every CUDA architecture and every rank shares. Rows, units and bytes
+    are a rank's; offsets inside sections in bytes.
 
-    precision maps a recipe key to a format; router_format is the checkpoint's own router dtype, bf16 or f32. Raises
-    ValueError for a model that cuda_refusals() names something of: ask it first, to tell the user.
+    precision maps a recipe key to a format; router_format is the checkpoint's own router dtype, bf16 or f32; per_device
+    is how many of the `tp` ranks may share a device, which decides grids and no byte. Raises ValueError for a model
+    that cuda_refusals() names something of: ask it first, to tell the user.
     """
 
-    tp = 1
-
     def __init__(
-        self, spec: ModelSpec, precision: Mapping[PrecisionKey, Format], router_format: Format = "bf16"
+        self,
+        spec: ModelSpec,
+        precision: Mapping[PrecisionKey, Format],
+        router_format: Format = "bf16",
+        tp: int = 1,
+        per_device: int = 1,
     ) -> None:
-        if refused := cuda_refusals(spec, precision, self.tp, router_format):
+        if refused := cuda_refusals(spec, precision, tp, router_format):
             raise ValueError("; ".join(refused))
         assert spec.moe
         self.spec, self.precision, self.router_format = spec, dict(precision), router_format
+        self.tp, self.per_device, self.heads = tp, per_device, split_heads(spec, tp)
         self.down_input = precision.get("down_input")
         self.tied = spec.tie_word_embeddings and precision["lm_head"] == precision["embeddings"]
         hidden, inner, experts = spec.hidden_size, spec.moe.intermediate_size, spec.moe.num_experts
@@ -188,18 +218,23 @@ class CudaLayout:
         # Of experts that are as wide as the model the second is its width, and there is no first.
         self.narrow, self.expert_hidden = spec.moe.hidden_size or 0, spec.moe.hidden_size or hidden
         # Rows of q, k, v and the attention gate lie as one matrix, those of the output projection behind it.
-        gate_at = spec.q_size + 2 * spec.kv_size
-        self.qkv_rows = gate_at + (spec.q_size if spec.attention_gate else 0)
-        self.dense_rows = {"q": 0, "k": spec.q_size, "v": spec.q_size + spec.kv_size, "o": self.qkv_rows}
+        self.q_rows, self.kv_rows = self.heads.q_heads * spec.head_dim, self.heads.kv_heads * spec.head_dim
+        gate_at = self.q_rows + 2 * self.kv_rows
+        self.qkv_rows = gate_at + (self.q_rows if spec.attention_gate else 0)
+        self.dense_rows = {"q": 0, "k": self.q_rows, "v": self.q_rows + self.kv_rows, "o": self.qkv_rows}
         if spec.attention_gate:
             self.dense_rows["attn_gate"] = gate_at
+        # Equal shares of whole units; the last ranks' may be zeros at the end.
+        self.units, self.down_units = (ceil_div(n // OWNED_ROWS, tp) for n in (hidden, self.expert_hidden))
+        self.pair_units = ceil_div(inner // PAIR_ROWS, tp)
+        self.hidden_rows, self.inner_rows = self.units * OWNED_ROWS, self.pair_units * PAIR_ROWS
+        self.head_rows = ceil_div(ceil_div(spec.vocab_size, PAGE_ROWS), tp) * PAGE_ROWS
         self.qkv_bytes = matrix_bytes(attention, self.qkv_rows, hidden)
-        self.dense_layer_bytes = self.qkv_bytes + matrix_bytes(attention, hidden, spec.q_size)
-        self.dense_scale_layer = self.qkv_rows + hidden if attention == "fp8" else 0  # floats
-        self.head_rows = align(spec.vocab_size, PAGE_ROWS)
-        self.head_bytes = matrix_bytes(precision["lm_head"], spec.vocab_size, hidden)
-        self.pair_bytes = inner // PAIR_ROWS * tile_bytes(self.expert_hidden)
-        self.expert_bytes = self.pair_bytes + self.expert_hidden // OWNED_ROWS * tile_bytes(inner)
+        self.dense_layer_bytes = self.qkv_bytes + matrix_bytes(attention, self.hidden_rows, spec.q_size)
+        self.dense_scale_layer = self.qkv_rows + self.hidden_rows if attention == "fp8" else 0  # floats
+        self.head_bytes = matrix_bytes(precision["lm_head"], self.head_rows, hidden)
+        self.pair_bytes = self.pair_units * tile_bytes(self.expert_hidden)
+        self.expert_bytes = self.pair_bytes + self.down_units * tile_bytes(inner)
         self.dense_inner = 0 if all(layer.moe for layer in spec.layers) else spec.dense_intermediate_size or 0
         self.mlp = self._mlp()
         self.router_bytes = experts * hidden * _WIDTH[router_format]
@@ -251,7 +286,7 @@ class CudaLayout:
         layer, and those of them, at its end, that dense layers do without."""
         spec = self.spec
         sizes = {"attn_norm": spec.hidden_size, "mlp_norm": spec.hidden_size}
-        parts = {"q": spec.q_size, "k": spec.kv_size, "v": spec.kv_size}
+        parts = {"q": self.q_rows, "k": self.kv_rows, "v": self.kv_rows}
         for part in ("q", "k"):
             n = spec.head_dim if spec.qk_norm_over == "head" else parts[part]
             sizes[part + "_norm"] = n if spec.qk_norm and spec.qk_norm_weight else 0
@@ -291,16 +326,12 @@ class CudaLayout:
         for role in tensors(spec, SourceNames(fused="rows")):  # which have biases too
             for section in self._homes(role.name):
                 names.setdefault(section, []).append(role.name)
-        dense_rows = layers * (self.qkv_rows + spec.q_size)  # the output projection counted as its transpose
+        # The output projection is counted as its transpose.
+        dense_rows = layers * (self.qkv_rows + spec.q_size * self.hidden_rows // hidden)
         rows: dict[str, tuple[Format, int, int, int]] = {  # format, rows, columns, bytes
             "dense": (precision["attention"], dense_rows, hidden, layers * self.dense_layer_bytes),
-            "head": (precision["lm_head"], spec.vocab_size, hidden, self.head_bytes),
-            "experts": (
-                "nvfp4",
-                experts * 3 * spec.moe.intermediate_size,
-                self.expert_hidden,
-                experts * self.expert_bytes,
-            ),
+            "head": (precision["lm_head"], min(spec.vocab_size, self.head_rows), hidden, self.head_bytes),
+            "experts": ("nvfp4", experts * 3 * self.inner_rows, self.expert_hidden, experts * self.expert_bytes),
             "expert_scales": ("f32", experts * 4, 1, experts * 16),
             "dense_scales": ("f32", scales, 1, scales * 4),
             "head_scales": ("f32", self.head_rows, 1, self.head_rows * 4),
@@ -323,6 +354,21 @@ class CudaLayout:
             )
             end = offset + size
         return found
+
+    def rows(self, tensor: str, rank: int) -> slice:
+        """Rows of a canonical tensor that a rank stores; of a tied head those of "embed"."""
+        part = tensor.rpartition(".")[2]
+        if self.tp == 1:
+            return slice(None)
+        if part in ("q", "q_bias"):
+            return slice(rank * self.q_rows, (rank + 1) * self.q_rows)
+        if part in ("k", "v", "k_bias", "v_bias"):
+            first = self.heads.first_kv_head(rank) * self.spec.head_dim
+            return slice(first, first + self.kv_rows)
+        share = {"o": self.hidden_rows, "down": self.hidden_rows, "gate": self.inner_rows, "up": self.inner_rows}
+        share |= {"lm_head": self.head_rows, "embed": self.head_rows}
+        n = share.get(part)
+        return slice(None) if n is None else slice(rank * n, (rank + 1) * n)
 
     def _homes(self, tensor: str) -> tuple[str, ...]:
         """Sections that hold bytes of a tensor. A tied head is stored twice: as rows to look up and as pages."""
@@ -347,9 +393,18 @@ def cuda_layout_of(m: Manifest) -> CudaLayout | None:
     """The CUDA layout of an artifact, made again from its manifest; None for a model that this version refuses."""
     routers = [s.format for table in m.sections.values() for s in table if s.name.rpartition(".")[2] in _ROUTERS]
     try:
-        return CudaLayout(m.spec, m.precision, *routers[:1])
+        return CudaLayout(m.spec, m.precision, routers[0] if routers else "bf16", m.tp, per_device_of(m))
     except (ValueError, AssertionError, ArithmeticError, LookupError):
         return None
+
+
+def per_device_of(m: Manifest) -> int:
+    """How many ranks may share a device, as the kernels' descriptions say it; 1 where they do not."""
+    for kernel in m.kernels.values():
+        facts = json.loads(kernel.description)
+        if kernel.layout == "cuda" and isinstance(facts, dict) and type(found := facts.get("per_device")) is int:
+            return found if 1 <= found <= m.tp else 1
+    return 1
 
 
 def row_bytes(fmt: Format, cols: int) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -21,8 +21,10 @@ from mkpack.layout_cuda import (
     CHUNK_CODES,
     CHUNK_SCALES,
     EXPERT_BIASES,
+    OWNED_ROWS,
     PAGE_CHUNKS,
     PAGE_ROWS,
+    PAIR_ROWS,
     CudaLayout,
     matrix_bytes,
     row_bytes,
@@ -55,7 +57,7 @@ def pack_pages(data: np.ndarray) -> np.ndarray:
 def unpack_pages(pages: np.ndarray, fmt: Format, rows: int, cols: int) -> np.ndarray:
     """The inverse of pack_pages: uint16 or uint8 [rows, cols]."""
     units, stored = -(-rows // PAGE_ROWS), row_bytes(fmt, cols)
-    runs = np.ascontiguousarray(pages).view(_RUN).reshape(units, -1, PAGE_ROWS).transpose(0, 2, 1)
+    runs = np.ascontiguousarray(pages).view(_RUN).reshape(units, stored // _RUN.itemsize, PAGE_ROWS).transpose(0, 2, 1)
     raw = np.ascontiguousarray(runs).reshape(-1).view(np.uint8)
     if fmt == "fp8":
         return np.ascontiguousarray(swap_middle(raw).reshape(-1, stored)[:rows, :cols])
@@ -135,8 +137,8 @@ def pack_nvfp4(low: QTensor, high: QTensor) -> np.ndarray:
     scales = np.stack([scale.reshape(tiles, 8, chunks, 4) for scale in (low.scale, high.scale)], -1)
     scales = scales.transpose(0, 2, 1, 3, 4)
     for page, at, scales_at in _tile_pages(cols):
-        out[:, at].view(_RUN).reshape(tiles, -1, 8)[...] = runs[:, page]
-        out[:, scales_at] = scales[:, page].reshape(tiles, -1)
+        out[:, at].view(_RUN).reshape(tiles, page.stop - page.start, 8)[...] = runs[:, page]
+        out[:, scales_at] = scales[:, page].reshape(tiles, scales_at.stop - scales_at.start)
     return out
 
 
@@ -145,8 +147,8 @@ def unpack_nvfp4(tiles: np.ndarray, cols: int) -> tuple[tuple[np.ndarray, np.nda
     n, chunks = len(tiles), cols // CHUNK
     runs, scales = np.empty((n, chunks, 8), _RUN), np.empty((n, chunks, 8, 4, 2), np.uint8)
     for page, at, scales_at in _tile_pages(cols):
-        runs[:, page] = tiles[:, at].view(_RUN).reshape(n, -1, 8)
-        scales[:, page] = tiles[:, scales_at].reshape(n, -1, 8, 4, 2)
+        runs[:, page] = tiles[:, at].view(_RUN).reshape(n, page.stop - page.start, 8)
+        scales[:, page] = tiles[:, scales_at].reshape(n, page.stop - page.start, 8, 4, 2)
     words = np.ascontiguousarray(runs.transpose(0, 2, 1)).reshape(-1).view(np.uint32)
     codes = _code_table()[words & 0xFFFF] | _code_table()[words >> 16] << 4
     found = [
@@ -165,7 +167,7 @@ def _halves(q: QTensor) -> tuple[QTensor, QTensor]:
 
     def half(i: int) -> QTensor:
         data, scale = (
-            np.ascontiguousarray(a.reshape(-1, 2, 8, a.shape[1])[:, i]).reshape(-1, a.shape[1])
+            np.ascontiguousarray(a.reshape(-1, 2, 8, a.shape[1])[:, i]).reshape(len(a) // 2, a.shape[1])
             for a in (q.data, q.scale)
             if a is not None
         )
@@ -175,73 +177,108 @@ def _halves(q: QTensor) -> tuple[QTensor, QTensor]:
 
 
 class CudaBlobWriter:
-    """Writes the CUDA blob in one pass over the tensors, in any order; the counterpart of pack.BlobWriter.
+    """Writes the blob of every rank in one pass over the tensors, in any order; the counterpart of pack.BlobWriter.
 
-    `put` may be called by several threads at once; most of its time numpy and the system work without the interpreter's
-    lock. An expert's gate and up share tiles, so the first of the two waits in memory for the other; a `with` block
-    that ends without an error has seen both. resume: what an earlier writer wrote stays.
+    paths: of the blobs, rank 0 first. `put` may be called by several threads at once; most of its time numpy and the
+    system work without the interpreter's lock. An expert's gate and up share tiles, so the first of the two waits in
+    memory for the other; a `with` block that ends without an error has seen both. resume: what an earlier writer wrote
+    stays.
     """
 
-    def __init__(self, layout: CudaLayout, path: Path, resume: bool = False) -> None:
+    def __init__(self, layout: CudaLayout, paths: Path | Sequence[Path], resume: bool = False) -> None:
         self.layout = layout
         self._waiting: dict[str, QTensor] = {}
         self._lock = threading.Lock()  # of _waiting
-        self._file = BlobFile(path, layout.nbytes, resume)
+        found = [paths] if isinstance(paths, Path) else list(paths)
+        if len(found) != layout.tp:
+            raise ValueError(f"{layout.tp} ranks, {len(found)} blobs")
+        self._files = [BlobFile(path, layout.nbytes, resume) for path in found]
 
     @property
     def blobs(self) -> int:
         """How many seals a put() gives."""
-        return 1
+        return len(self._files)
 
     def put(self, tensor: str, q: QTensor, fmt: Format) -> list[Seal]:
         """Stores `q` where the layout keeps the canonical `tensor` in format `fmt`, which is q.format (a tied embedding
-        may have two formats). Returns one seal, of what was written: of gate and up the second has the bytes of both.
-        Raises KeyError for a tensor that the layout does not hold."""
-        layout, seal = self.layout, Seal()
-        if tensor in ("embed", "lm_head"):
-            if tensor == "embed" and fmt == "bf16":
-                self._write(seal, "embedding", 0, q.data)
-            if (tensor == "lm_head" or layout.spec.tie_word_embeddings) and fmt == layout.precision["lm_head"]:
-                self._matrix(seal, "head", 0, 0, q)
-            return [seal]
-        at, size = place_of_vector(layout, tensor)
-        if size:
-            self._write(seal, "norms", at * 4, q.data)
-            return [seal]
-        layer, expert, part = parse(layout, tensor)
-        if expert is not None:
-            self._expert(seal, layer, expert, part, q)
-        elif part == "router":
-            self._write(seal, "routers", layout.moe_layers(layer) * layout.router_bytes, q.data)
-        elif mlp := place_in_mlp(layout, layer, part):
-            self._matrix(seal, "mlp", mlp.at, mlp.scale_at, q, mlp.stride)
-        else:
-            at = layer * layout.dense_layer_bytes + dense_offset(layout, part)
-            self._matrix(seal, "dense", at, layer * layout.dense_scale_layer + layout.dense_rows[part], q)
-        return [seal]
+        may have two formats). Returns a seal of every rank, of what was written there: of gate and up the second has
+        the bytes of both. Raises KeyError for a tensor that the layout does not hold."""
+        pair = self._pair(tensor, q)
+        ranks = [_RankWriter(self.layout, file, rank) for rank, file in enumerate(self._files)]
+        for rank in ranks:
+            rank.put(tensor, q, fmt, pair)
+        return [rank.seal for rank in ranks]
+
+    def _pair(self, tensor: str, q: QTensor) -> tuple[QTensor, QTensor] | None:
+        """Gate and up of an expert when `tensor` is the second of them; the first is kept until then."""
+        stem, _, part = tensor.rpartition(".")
+        if part not in ("gate", "up") or ".experts." not in tensor:
+            return None
+        parse(self.layout, tensor)
+        other = f"{stem}.{'up' if part == 'gate' else 'gate'}"
+        with self._lock:
+            found = self._waiting.pop(other, None)
+            if found is None:
+                self._waiting[tensor] = q
+                return None
+        return (q, found) if part == "gate" else (found, q)
 
     def holds(self, seals: list[Seal]) -> bool:
-        """Whether what put() returned these for is in the blob."""
-        return len(seals) == 1 and self._file.holds(seals[0])
+        """Whether what put() returned these for is in the blobs."""
+        return len(seals) == len(self._files) and all(f.holds(s) for f, s in zip(self._files, seals, strict=True))
 
-    def _expert(self, seal: Seal, layer: int, expert: int, part: str, q: QTensor) -> None:
+    def __enter__(self) -> CudaBlobWriter:
+        return self
+
+    def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
+        for file in self._files:
+            file.close()
+        if failed is None and self._waiting:
+            raise ValueError(f"only one of gate and up was given: {', '.join(sorted(self._waiting)[:4])}")
+
+
+class _RankWriter:
+    """One tensor's part of one rank's blob, and its seal."""
+
+    def __init__(self, layout: CudaLayout, file: BlobFile, rank: int) -> None:
+        self.layout, self.rank, self.seal, self._file = layout, rank, Seal(), file
+
+    def put(self, tensor: str, q: QTensor, fmt: Format, pair: tuple[QTensor, QTensor] | None) -> None:
+        layout, own = self.layout, self.layout.rows(tensor, self.rank)
+        if tensor in ("embed", "lm_head"):
+            if tensor == "embed" and fmt == "bf16":
+                self._write("embedding", 0, q.data)
+            if (tensor == "lm_head" or layout.spec.tie_word_embeddings) and fmt == layout.precision["lm_head"]:
+                self._matrix("head", 0, 0, _part(q, own))
+            return
+        at, size = place_of_vector(layout, tensor)
+        if size:
+            self._write("norms", at * 4, q.data[own])
+            return
+        layer, expert, part = parse(layout, tensor)
+        if expert is not None:
+            self._expert(layer, expert, part, q, own, pair)
+        elif part == "router":
+            self._write("routers", layout.moe_layers(layer) * layout.router_bytes, q.data)
+        elif mlp := place_in_mlp(layout, layer, part):
+            self._matrix("mlp", mlp.at, mlp.scale_at, q, mlp.stride)
+        else:
+            at = layer * layout.dense_layer_bytes + dense_offset(layout, part)
+            self._matrix("dense", at, layer * layout.dense_scale_layer + layout.dense_rows[part], _part(q, own))
+
+    def _expert(
+        self, layer: int, expert: int, part: str, q: QTensor, own: slice, pair: tuple[QTensor, QTensor] | None
+    ) -> None:
         number = self.layout.moe_layers(layer) * self.layout.num_experts + expert
         at = number * self.layout.expert_bytes
         assert q.scale2 is not None
-        self._write(seal, "expert_scales", (number * 4 + _SCALE[part]) * 4, q.scale2)
+        self._write("expert_scales", (number * 4 + _SCALE[part]) * 4, q.scale2)
         if part == "down":
-            self._write(seal, "experts", at + self.layout.pair_bytes, pack_nvfp4(*_halves(q)))
-            return
-        other = "up" if part == "gate" else "gate"
-        prefix = f"layers.{layer}.experts.{expert}."
-        with self._lock:
-            found = self._waiting.pop(prefix + other, None)
-            if found is None:
-                self._waiting[prefix + part] = q
-                return
-        self._write(seal, "experts", at, pack_nvfp4(*((q, found) if part == "gate" else (found, q))))
+            self._write("experts", at + self.layout.pair_bytes, pack_nvfp4(*_halves(_part(q, own))))
+        elif pair:
+            self._write("experts", at, pack_nvfp4(*(_part(x, own) for x in pair)))
 
-    def _matrix(self, seal: Seal, section: str, at: int, scale_at: int, q: QTensor, stride: int = 1) -> None:
+    def _matrix(self, section: str, at: int, scale_at: int, q: QTensor, stride: int = 1) -> None:
         """A matrix whose pages begin at byte `at` of its section and whose row scales at float `scale_at` of theirs.
         stride: 2 where its row units take turns with another's."""
         stored = row_bytes(q.format, q.shape[1])
@@ -249,26 +286,28 @@ class CudaBlobWriter:
             unit = PAGE_ROWS * stored
             for i, row in enumerate(range(0, q.shape[0], PAGE_ROWS)):
                 rows = slice(row, row + PAGE_ROWS)
-                self._write(seal, section, at + stride * i * unit, pack_pages(q.data[rows]))
+                self._write(section, at + stride * i * unit, pack_pages(q.data[rows]))
                 if q.scale2 is not None:
-                    self._write(seal, f"{section}_scales", (scale_at + stride * row) * 4, q.scale2[rows])
+                    self._write(f"{section}_scales", (scale_at + stride * row) * 4, q.scale2[rows])
             return
         step = max(_SLAB // stored // PAGE_ROWS, 1) * PAGE_ROWS
         for row in range(0, q.shape[0], step):
-            self._write(seal, section, at + row * stored, pack_pages(q.data[row : row + step]))
+            self._write(section, at + row * stored, pack_pages(q.data[row : row + step]))
         if q.scale2 is not None:
-            self._write(seal, f"{section}_scales", scale_at * 4, q.scale2)
+            self._write(f"{section}_scales", scale_at * 4, q.scale2)
 
-    def _write(self, seal: Seal, section: str, at: int, data: np.ndarray) -> None:
-        self._file.write(self.layout.offset(section) + at, data, seal)
+    def _write(self, section: str, at: int, data: np.ndarray) -> None:
+        if data.size:  # the last ranks may have no rows
+            self._file.write(self.layout.offset(section) + at, data, self.seal)
 
-    def __enter__(self) -> CudaBlobWriter:
-        return self
 
-    def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
-        self._file.close()
-        if failed is None and self._waiting:
-            raise ValueError(f"only one of gate and up was given: {', '.join(sorted(self._waiting)[:4])}")
+def _part(q: QTensor, rows: slice) -> QTensor:
+    """Rows of a matrix; those that it does not have are left out."""
+    data = q.data[rows]
+    if len(data) == len(q.data):
+        return q
+    scale2 = q.scale2[rows] if q.format == "fp8" and q.scale2 is not None else q.scale2
+    return QTensor(q.format, (len(data), q.shape[1]), data, None if q.scale is None else q.scale[rows], scale2)
 
 
 _SCALE = {"gate": 0, "up": 1, "down": 2}  # of an expert's float4
@@ -346,12 +385,17 @@ def dense_offset(layout: CudaLayout, part: str) -> int:
     return matrix_bytes(layout.precision["attention"], layout.dense_rows[part], layout.spec.hidden_size)
 
 
-def unpack(layout: CudaLayout, blob: np.ndarray, tensor: str) -> QTensor:
-    """A canonical tensor, bit for bit as it was packed, from the blob (uint8 [nbytes]). KeyError for an unknown one.
+def unpack(layout: CudaLayout, blob: np.ndarray, tensor: str, rank: int = 0) -> QTensor:
+    """The rows of a canonical tensor that a rank has, bit for bit as they were packed, from its blob (uint8 [nbytes]).
+    KeyError for an unknown one.
 
     "lm_head" of a tied model is the embedding as the head stores it.
     """
     spec, hidden = layout.spec, layout.spec.hidden_size
+
+    def held(rows: int) -> int:
+        """Of a tensor with so many rows, how many this rank has."""
+        return len(range(rows)[layout.rows(tensor, rank)])
 
     def read(section: str, at: int, size: int) -> np.ndarray:
         start = layout.offset(section) + at
@@ -376,13 +420,16 @@ def unpack(layout: CudaLayout, blob: np.ndarray, tensor: str) -> QTensor:
         data = read("embedding", 0, spec.vocab_size * hidden * 2).view(np.uint16).reshape(-1, hidden)
         return QTensor("bf16", data.shape, data)
     if tensor == "lm_head":
-        return matrix("head", 0, 0, layout.precision["lm_head"], spec.vocab_size, hidden)
+        return matrix("head", 0, 0, layout.precision["lm_head"], held(spec.vocab_size), hidden)
     at, floats = place_of_vector(layout, tensor)
     if floats:
         return QTensor("f32", (floats,), read("norms", at * 4, floats * 4).view(np.float32))
     layer, expert, part = parse(layout, tensor)
     if expert is not None:
-        return _unpack_expert(layout, read, layout.moe_layers(layer) * layout.num_experts + expert, part)
+        assert spec.moe
+        rows = held(layout.expert_hidden if part == "down" else spec.moe.intermediate_size)
+        number = layout.moe_layers(layer) * layout.num_experts + expert
+        return _unpack_expert(layout, read, number, part, rows)
     if part == "router":
         raw = read("routers", layout.moe_layers(layer) * layout.router_bytes, layout.router_bytes)
         values = raw.view(np.uint16 if layout.router_format == "bf16" else np.float32).reshape(-1, hidden)
@@ -390,24 +437,26 @@ def unpack(layout: CudaLayout, blob: np.ndarray, tensor: str) -> QTensor:
     if mlp := place_in_mlp(layout, layer, part):
         return matrix("mlp", mlp.at, mlp.scale_at, layout.precision["dense"], mlp.rows, mlp.cols, mlp.stride)
     scale_at = layer * layout.dense_scale_layer + layout.dense_rows[part]
-    rows = {"q": spec.q_size, "attn_gate": spec.q_size, "o": hidden}.get(part, spec.kv_size)
+    rows = held({"q": spec.q_size, "attn_gate": spec.q_size, "o": hidden}.get(part, spec.kv_size))
     at = layer * layout.dense_layer_bytes + dense_offset(layout, part)
     return matrix("dense", at, scale_at, layout.precision["attention"], rows, spec.q_size if part == "o" else hidden)
 
 
-def _unpack_expert(layout: CudaLayout, read: Callable[[str, int, int], np.ndarray], number: int, part: str) -> QTensor:
+def _unpack_expert(
+    layout: CudaLayout, read: Callable[[str, int, int], np.ndarray], number: int, part: str, rows: int
+) -> QTensor:
     assert layout.spec.moe
     hidden, inner = layout.expert_hidden, layout.spec.moe.intermediate_size
     start = number * layout.expert_bytes
     scale2 = read("expert_scales", number * 16 + _SCALE[part] * 4, 4).view(np.float32).copy()
     if part != "down":
-        tiles = read("experts", start, layout.pair_bytes).reshape(-1, tile_bytes(hidden))
+        tiles = read("experts", start, rows // PAIR_ROWS * tile_bytes(hidden)).reshape(-1, tile_bytes(hidden))
         data, scale = unpack_nvfp4(tiles, hidden)[_SCALE[part]]
-        return QTensor("nvfp4", (inner, hidden), data, scale, scale2)
-    tiles = read("experts", start + layout.pair_bytes, layout.expert_bytes - layout.pair_bytes)
+        return QTensor("nvfp4", (rows, hidden), data, scale, scale2)
+    tiles = read("experts", start + layout.pair_bytes, rows // OWNED_ROWS * tile_bytes(inner))
     halves = unpack_nvfp4(tiles.reshape(-1, tile_bytes(inner)), inner)
     data, scale = (
-        np.stack([a.reshape(-1, 8, a.shape[1]) for a in pair], 1).reshape(hidden, -1)
+        np.stack([a.reshape(-1, 8, a.shape[1]) for a in pair], 1).reshape(rows, pair[0].shape[1])
         for pair in zip(*halves, strict=True)
     )
-    return QTensor("nvfp4", (hidden, inner), data, scale, scale2)
+    return QTensor("nvfp4", (rows, inner), data, scale, scale2)

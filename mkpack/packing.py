@@ -66,7 +66,7 @@ def pack(
             if isinstance(layout, Layout):
                 writers.append(stack.enter_context(BlobWriter(layout, paths[name], resume)))
             else:
-                writers.append(stack.enter_context(CudaBlobWriter(layout, paths[name][0], resume)))
+                writers.append(stack.enter_context(CudaBlobWriter(layout, paths[name], resume)))
         if todo.quality:
             writers.append(stack.enter_context(BlobWriter(todo.quality.reference, [work / f"{REFERENCE}.bin"], resume)))
         for writer in writers[: len(todo.layouts)]:

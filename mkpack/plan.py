@@ -92,10 +92,11 @@ class Plan:
 
     @property
     def gpu_bytes(self) -> int | None:
-        """What a GPU must hold at least, weights and the KV cache; None without a GPU target."""
+        """What a GPU must hold at least, weights and the KV cache of a rank; None without a GPU target."""
         if "cuda" not in self.layouts:
             return None
-        elements = 2 * self.recipe.limits.context * self.spec.kv_size * len(self.spec.layers)
+        rows = self.layouts["cuda"].heads.kv_heads * self.spec.head_dim
+        elements = 2 * self.recipe.limits.context * rows * len(self.spec.layers)
         return self.layouts["cuda"].nbytes + schedule.KV_BYTES["cuda"] * elements
 
     @property
@@ -209,7 +210,7 @@ class Plan:
         for_gpus = self.layouts.get("cuda")
         if "cpu" in self.layouts or not isinstance(for_gpus, CudaLayout):
             return schedule.bytes_per_step(self.spec, self.layout.sections, self.layout.tp, tokens)
-        return schedule.step_bytes(self.spec, schedule.cuda_phases(for_gpus), tokens)
+        return schedule.step_bytes(self.spec, schedule.cuda_phases(for_gpus), tokens) * for_gpus.tp
 
     def to_json(self) -> str:
         return json.dumps(
@@ -333,8 +334,9 @@ def plan(recipe_path: Path, weights: bool = False, progress: bool = True, like: 
         router = _router_format(checkpoint, roles, config)
         layout = Layout(spec, named, recipe.parallel.tp, router)
     layouts: dict[LayoutName, Layout | CudaLayout] = {}
+    ranks = recipe.parallel.tp, recipe.parallel.per_device
     for name in map(layout_name, targets):
-        layouts[name] = layout if name == "cpu" else CudaLayout(spec, precision, router)
+        layouts[name] = layout if name == "cpu" else CudaLayout(spec, precision, router, *ranks)
     measured = None
     if tokens:
         reference = Layout(spec, dict.fromkeys(get_args(Precision), "bf16"), 1, router)

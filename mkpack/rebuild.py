@@ -143,9 +143,8 @@ def _is_the_manifests(layout: Layout | CudaLayout, manifest: Manifest, target: s
     """Whether sections, sizes and description of the manifest are those that this version makes of its spec."""
     name, traced = manifest.kernels[target].layout, manifest.kernels[target].traced
     limits, trace = manifest.limits, traced and name == "cuda"
-    text = codegen.description(
-        manifest.spec, layout.sections, layout.nbytes, layout.tp, limits, target, trace, layout.down_input
-    )
+    facts = (manifest.spec, layout.sections, layout.nbytes, layout.tp, limits, target, trace, layout.down_input)
+    text = codegen.description(*facts, layout.per_device if isinstance(layout, CudaLayout) else 1)
     return (
         name == ("cuda" if isinstance(layout, CudaLayout) else "cpu")
         and layout.tp == manifest.tp

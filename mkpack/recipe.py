@@ -85,9 +85,11 @@ class Quantise(_Strict):
 
 
 class Parallel(_Strict):
-    """tp ranks, each with its own blob; `split` is the axis along which matrices are cut: n, the output rows."""
+    """tp ranks, each with its own blob; `split` is the axis along which matrices are cut: n, the output rows. On GPUs
+    as many as `per_device` ranks may share a device."""
 
     tp: int = Field(default=1, ge=1, le=8, description="a whole number from 1 to 8")
+    per_device: int = Field(default=1, ge=1, le=8, description="a whole number from 1 to 8")
     split: Literal["n"] = Field(default="n", description="n, the only split of this version")
 
 

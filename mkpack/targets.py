@@ -47,6 +47,9 @@ def checked_targets(
             f"{recipe.limits.context} positions, but the model has "
             f"max_position_embeddings {spec.max_position_embeddings}; lower limits.context",
         )
+    if (tp := recipe.parallel.tp) % (per := recipe.parallel.per_device):
+        fits = ", ".join(str(n) for n in range(1, tp + 1) if tp % n == 0)
+        refuse("parallel.per_device", f"{per} ranks a device do not share out {tp}; expected one of {fits}")
     if gpu := [t for t in recipe.targets if t in CUDA_TARGETS]:
         for text in cuda_refusals(spec, precision, recipe.parallel.tp, router_format):
             key, _, rest = text.partition(" ")

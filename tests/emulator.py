@@ -107,20 +107,33 @@ class Emulated:
     limits: Limits
     weights: kernels.Weights
     header: str
-    blob: Path
+    blobs: tuple[Path, ...]
     source: Path | None = None
 
     @staticmethod
     def random(
-        layout: CudaLayout, limits: Limits, grid: int, *, trace: bool = False, source: Path | None = None, add: str = ""
+        layout: CudaLayout,
+        limits: Limits,
+        grid: int,
+        *,
+        trace: bool = False,
+        source: Path | None = None,
+        add: str = "",
+        flags: bool = False,
     ) -> Emulated:
-        """grid: blocks. source: see library(). add: to its header."""
-        weights, blob = kernels.Weights.random(layout), Path(tempfile.mkdtemp(dir=_session())) / "blob"
-        with CudaBlobWriter(layout, blob) as writer:
+        """grid: blocks of a device. source: see library(). add: to its header. flags: ranks exchange by flags."""
+        weights, folder = kernels.Weights.random(layout), Path(tempfile.mkdtemp(dir=_session()))
+        blobs = tuple(folder / f"blob-{rank}" for rank in range(layout.tp))
+        with CudaBlobWriter(layout, blobs) as writer:
             for name, q in weights.tensors.items():
                 writer.put(name, q, q.format)
-        header = cuda_header(layout, limits, "sm_90a", trace, grid)
-        return Emulated(layout, limits, weights, header + add, blob, source)
+        header = cuda_header(layout, limits, "sm_90a", trace, grid, flags)
+        return Emulated(layout, limits, weights, header + add, blobs, source)
+
+    @property
+    def blob(self) -> Path:
+        """That of the first rank."""
+        return self.blobs[0]
 
     def library(self, races: bool = False) -> Path:
         return library(self.header, source=self.source, races=races)
@@ -133,14 +146,14 @@ class Emulated:
     @contextmanager
     def running(self, **options: Any) -> Iterator[kernels.Model]:
         """The model in this process, for calls that are not going to fail; options of mk_options."""
-        blobs = [np.memmap(self.blob, np.uint8, "r")]
+        blobs = [np.memmap(blob, np.uint8, "r") for blob in self.blobs]
         with kernels.running(self.library(), self.layout, self.limits, blobs, **options) as model:
             yield model
 
 
 def _calls(kernel: Path, model: Emulated, wanted: Sequence[Call], **settings: object) -> list[Any]:
     options = {"wait_limit_s": settings.pop("wait_limit_s", 1e6)}
-    work = pickle.dumps((kernel, model.layout, model.limits, model.blob, options, wanted))
+    work = pickle.dumps((kernel, model.layout, model.limits, model.blobs, options, wanted))
     environment = {**os.environ, **{f"MK_EMULATOR_{name.upper()}": str(value) for name, value in settings.items()}}
     command = [sys.executable, __file__]
     done = subprocess.run(command, input=work, capture_output=True, env=environment, timeout=2 * PATIENCE_S)
@@ -150,9 +163,10 @@ def _calls(kernel: Path, model: Emulated, wanted: Sequence[Call], **settings: ob
 
 
 def _main() -> None:
-    kernel, layout, limits, blob, options, wanted = pickle.load(sys.stdin.buffer)
+    kernel, layout, limits, blobs, options, wanted = pickle.load(sys.stdin.buffer)
     found = []
-    with kernels.running(kernel, layout, limits, [np.memmap(blob, np.uint8, "r")], **options) as model:
+    mapped = [np.memmap(blob, np.uint8, "r") for blob in blobs]
+    with kernels.running(kernel, layout, limits, mapped, **options) as model:
         for name, arguments, named in wanted:
             result = getattr(model, name)(*arguments, **named)
             if isinstance(result, kernels.Generated):

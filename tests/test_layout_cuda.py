@@ -158,10 +158,10 @@ def test_formats_of_the_mlp_matter_only_where_it_has_matrices():
 
 
 def test_everything_is_named_at_once():
-    """The demo's kind of model, on two ranks, in other formats."""
-    found = cuda_refusals(kernels.tiny_spec(), kernels.precision("nvfp4", experts="fp8"), 2, "fp8")
+    """The demo's kind of model, on three ranks, in other formats."""
+    found = cuda_refusals(kernels.tiny_spec(), kernels.precision("nvfp4", experts="fp8"), 3, "fp8")
     for word in (
-        "parallel.tp is 2, the kernel takes 1",
+        "parallel.tp is 3, the kernel takes 1, 2, 4 ranks",
         "hidden_size is 40",
         "head_dim is 8",
         "num_attention_heads * head_dim is 32",
@@ -246,6 +246,46 @@ def test_a_tied_head_is_stored_as_pages_too():
     fp8 = cuda_layout(small_spec(tie_word_embeddings=True), lm_head="fp8")
     assert [s.name for s in fp8.sections if "embed" in s.tensors] == ["head", "head_scales", "embedding"]
     assert not fp8.tied
+
+
+def test_a_rank_holds_its_share():
+    """hidden 192 is 12 units of 16 rows, experts 64 wide are 8 of 8, 67 tokens are 9 of 8: over eight ranks 2, 1 and 2,
+    so that some hold zeros, and heads are 8 query heads over 2 KV heads: each KV head on four ranks."""
+    spec = small_spec(num_attention_heads=8, o_bias=True, qkv_bias=True)
+    layout = CudaLayout(spec, MIX, tp=8)
+    assert (layout.q_rows, layout.kv_rows, layout.hidden_rows, layout.inner_rows, layout.head_rows) == (
+        *(64, 64, 32, 8, 16),
+    )
+    assert {s.name: s.nbytes for s in layout.sections} == {
+        "dense": 2 * (192 * 192 + 32 * 512) * 2,
+        "head": 16 * 192 * 2,
+        "experts": 2 * 3 * (2 * 8 * 192 + 32 * 64) * 9 // 16,
+        "expert_scales": 2 * 3 * 16,
+        "routers": 2 * 3 * 192 * 2,
+        "embedding": 67 * 192 * 2,
+        "norms": (2 * (192 + 192 + 192 + 192) + 192) * 4,
+    }
+    ranks = [[layout.rows(f"layers.0.{part}", r) for r in range(8)] for part in ("k_bias", "o", "mlp_norm")]
+    assert [s.start for s in ranks[0]] == [0, 0, 0, 0, 64, 64, 64, 64]
+    assert [(s.start, s.stop) for s in ranks[1]] == [(32 * r, 32 * r + 32) for r in range(8)]
+    assert set(map(str, ranks[2])) == {"slice(None, None, None)"}
+
+
+def test_a_feature_that_is_new_to_the_kernel_is_refused_with_ranks():
+    """Nothing but what is listed goes with several ranks, whatever one rank can do."""
+    spec = small_spec()
+    for part, prefix in ((spec, ""), (spec.moe, "moe "), (spec.layers[0], "")):
+        for name, field in type(part).model_fields.items():
+            if field.is_required() or name == "sliding_window":
+                continue
+            changed = part.model_copy(update={name: 64 if name == "hidden_size" else "something else"})
+            if part is spec.moe:
+                whole = spec.model_copy(update={"moe": changed})
+            elif part is spec:
+                whole = changed
+            else:
+                whole = spec.model_copy(update={"layers": (changed, *spec.layers[1:])})
+            assert any(text.startswith(prefix + name) for text in cuda_refusals(whole, MIX, 2)), name
 
 
 # -- the header --------------------------------------------------------------------------------------------------------

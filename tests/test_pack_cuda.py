@@ -119,6 +119,36 @@ def test_tensors_come_back_bit_for_bit(layout, tmp_path):
         assert same(unpack(layout, blob, "lm_head"), head)
 
 
+@pytest.mark.parametrize("tp", [2, 8])
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_ranks_hold_the_rows_of_their_shares(tp, precision, tmp_path):
+    """Hidden 832 is 52 units, experts 64 wide 8, 67 tokens 9: not all ranks have as many rows of each."""
+    spec = small_spec(hidden_size=832, num_attention_heads=8, qkv_bias=True, o_bias=True, layers=1)
+    one = cuda_layout(spec, attention=precision, lm_head=precision)
+    layout = CudaLayout(spec, one.precision, tp=tp)
+    model = random_model(layout)
+    paths = [tmp_path / f"{r}" for r in range(tp)]
+    with CudaBlobWriter(layout, paths) as writer:
+        seals = [writer.put(name, q, q.format) for name, q in model]
+        assert all(writer.holds(found) for found in seals) and writer.blobs == tp
+    blobs = [np.memmap(path, np.uint8, mode="r") for path in paths]
+    for rank, blob in enumerate(blobs):
+        assert len(blob) == layout.nbytes
+        for name, q in model:
+            rows = slice(None) if name == "embed" else layout.rows(name, rank)
+            scale2 = q.scale2[rows] if q.format == "fp8" and q.scale2 is not None else q.scale2
+            data = q.data[rows]
+            scale = None if q.scale is None else q.scale[rows]
+            part = QTensor(q.format, (len(data), *q.shape[1:]), data, scale, scale2)
+            assert same(unpack(layout, blob, name, rank), part), (rank, name)
+    # What several ranks have is the same there, and of the rest every row is somewhere.
+    for name, q in model:
+        held = {r for rank in range(tp) for r in range(q.shape[0])[layout.rows(name, rank)]}
+        assert held == set(range(q.shape[0])), name
+    with pytest.raises(ValueError, match=f"{tp} ranks, 1 blobs"):
+        CudaBlobWriter(layout, tmp_path / "one")
+
+
 @st.composite
 def layouts(draw) -> CudaLayout:
     attention, head = (draw(st.sampled_from(["bf16", "fp8"])) for _ in range(2))

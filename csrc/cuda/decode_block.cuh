@@ -13,7 +13,7 @@ constexpr int kPartColumns = kWarps * 64;
 constexpr bool whole_pages(int K, bool fp8) { return K % page_columns(fp8) == 0; }
 // What decode_kernel is written for, phase by phase; every other shape is left to the step kernel.
 constexpr bool kFastDecode =
-    !kStepOnly &&
+    !kStepOnly && kRanks == 1 &&
     // dense products: whole pages, a row unit of QKV and at most one a warp for every SM
     whole_pages(kHidden, kAttentionFp8) && whole_pages(kQRows, kAttentionFp8) && whole_pages(kHidden, kHeadFp8) &&
     kHidden <= 2 * kPartColumns && kQRows <= 4 * kPartColumns && kQkvUnits >= kGrid && kQkvUnits <= kWarps * kGrid &&

@@ -40,10 +40,8 @@ inline std::string gigabytes(uint64_t bytes) {
   return std::to_string(tenths / 10) + "." + std::to_string(tenths % 10) + " GB";
 }
 
-// Makes device 0 of those that CUDA_VISIBLE_DEVICES leaves this thread's. Throws Failure with everything that keeps it
-// from running the kernel. bytes: of GPU memory that the model is going to take. kFast: decode_kernel is wanted too.
-template <bool kFast>
-void open_device(uint64_t bytes, const std::string& what) {
+// How many GPUs CUDA_VISIBLE_DEVICES leaves, at least one.
+inline int count_devices() {
   int count = 0;
   const cudaError_t found = cudaGetDeviceCount(&count);
   if (found == cudaErrorInsufficientDriver || found == cudaErrorNoDevice || (found == cudaSuccess && count == 0))
@@ -52,18 +50,36 @@ void open_device(uint64_t bytes, const std::string& what) {
                       std::to_string(CUDART_VERSION / 1000) + " (" + cudaGetErrorString(found) +
                       "); nvidia-smi and CUDA_VISIBLE_DEVICES tell more");
   check(found, "looking for a GPU");
-  check(cudaSetDevice(0), "opening the GPU, which another process may hold for itself alone");
+  return count;
+}
+
+// Ranks that share a device, on so many of them: as few as that allows.
+inline int ranks_a_device(int devices) {
+  for (int ranks = 1; ranks <= kPerDevice; ranks++)
+    if (kRanks % ranks == 0 && kRanks / ranks <= devices) return ranks;
+  throw Failure(MK_ERR_DEVICE, "this process sees " + std::to_string(devices) + " GPUs, and the model has " +
+                                   std::to_string(kRanks) + " ranks, of which at most " + std::to_string(kPerDevice) +
+                                   " may share one; show it more (CUDA_VISIBLE_DEVICES) or build with a larger "
+                                   "parallel.per_device");
+}
+
+// Makes a device this thread's. Throws Failure with everything that keeps it from running the kernel for so many ranks.
+// bytes: of GPU memory that they are going to take. kFast: decode_kernel is wanted too.
+template <bool kFast>
+void open_device(int device, int ranks, uint64_t bytes, const std::string& what) {
+  const int blocks = ranks * kGrid;
+  check(cudaSetDevice(device), "opening the GPU, which another process may hold for itself alone");
   cudaDeviceProp d;
-  check(cudaGetDeviceProperties(&d, 0), "asking the GPU what it is");
-  const std::string gpu = std::string("GPU 0 (") + d.name + ")";
+  check(cudaGetDeviceProperties(&d, device), "asking the GPU what it is");
+  const std::string gpu = "GPU " + std::to_string(device) + " (" + d.name + ")";
   const auto refuse = [&](const std::string& text) { throw Failure(MK_ERR_DEVICE, gpu + " " + text); };
   if (10 * d.major + d.minor != model::compute_capability)
     refuse("has compute capability " + std::to_string(d.major) + "." + std::to_string(d.minor) +
            ", this kernel is for " + std::to_string(model::compute_capability / 10) + "." +
            std::to_string(model::compute_capability % 10) + " only");
-  if (d.multiProcessorCount < kGrid)
+  if (d.multiProcessorCount < blocks)
     refuse("shows this process " + std::to_string(d.multiProcessorCount) + " SMs, and the kernel needs " +
-           std::to_string(kGrid) +
+           std::to_string(blocks) + (ranks > 1 ? " for " + std::to_string(ranks) + " ranks" : "") +
            ", one for each of its blocks; a MIG slice and an MPS limit (CUDA_MPS_ACTIVE_THREAD_PERCENTAGE) show fewer "
            "than the "
            "GPU has");
@@ -78,9 +94,9 @@ void open_device(uint64_t bytes, const std::string& what) {
     int resident = 0;
     check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, kThreads, shared),
           "asking how many blocks an SM holds");
-    if (resident * d.multiProcessorCount < kGrid)
+    if (resident * d.multiProcessorCount < blocks)
       refuse("holds " + std::to_string(resident * d.multiProcessorCount) + " blocks of the kernel at a time, and all " +
-             std::to_string(kGrid) + " must be resident");
+             std::to_string(blocks) + " must be resident");
   };
   admit(step_kernel<1, false>, sizeof(StepShared));
   admit(step_kernel<1, true>, sizeof(StepShared));
@@ -98,8 +114,8 @@ void open_device(uint64_t bytes, const std::string& what) {
                                      "); end other programs on the GPU, or build with a smaller limits.context");
 }
 
-// What the SM that reported was waiting for, by phase.
-inline std::string describe(const Report& r, double wait_limit_s) {
+// What the SM of a rank that reported was waiting for, by phase.
+inline std::string describe(const Report& r, double wait_limit_s, int rank = 0) {
   static const struct {
     const char *phase, *awaited;
   } texts[kPhasesOfAll] = {
@@ -126,10 +142,11 @@ inline std::string describe(const Report& r, double wait_limit_s) {
   char seconds[32];
   snprintf(seconds, sizeof seconds, "%g", wait_limit_s);
   std::string text = std::string("a wait of ") + seconds + " s ended: SM " + std::to_string(r.sm) +
-                     " made no progress in phase " + t.phase;
+                     (kRanks > 1 ? " of rank " + std::to_string(rank) : "") + " made no progress in phase " + t.phase;
   // Epochs count layers from 1 on; the head and the token run under the number of the layer that would follow.
   if (r.phase != kPhaseHead && r.phase != kPhaseToken && r.epoch) text += " of layer " + std::to_string((r.epoch - 1) % kLayers);
-  return text + ", waiting for " + t.awaited + "; another program may be using the GPU; load the model again";
+  const std::string awaited = r.peer ? "what rank " + std::to_string(r.peer - 1) + " computes" : t.awaited;
+  return text + ", waiting for " + awaited + "; another program may be using the GPU; load the model again";
 }
 
 }  // namespace mk

@@ -22,10 +22,12 @@ __device__ __forceinline__ uint4 sendable(uint4 w) {
   return {sendable(w.x), sendable(w.y), sendable(w.z), sendable(w.w)};
 }
 __device__ __forceinline__ bool all_here(uint32_t w) { return w != kEmptyWord; }
+__device__ __forceinline__ bool all_here(uint2 w) { return w.x != kEmptyWord && w.y != kEmptyWord; }
 __device__ __forceinline__ bool all_here(uint4 w) {
   return w.x != kEmptyWord && w.y != kEmptyWord && w.z != kEmptyWord && w.w != kEmptyWord;
 }
 __device__ __forceinline__ void clear_words(uint32_t* p, uint32_t) { store_peer(p, kEmptyWord); }
+__device__ __forceinline__ void clear_words(uint32_t* p, uint2) { store_peer(p, uint2{kEmptyWord, kEmptyWord}); }
 __device__ __forceinline__ void clear_words(uint32_t* p, uint4) {
   store_peer(p, uint4{kEmptyWord, kEmptyWord, kEmptyWord, kEmptyWord});
 }

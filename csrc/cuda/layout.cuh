@@ -21,24 +21,27 @@ constexpr bool kSpareRegisters = false;
 constexpr int kWarps = 16;  // consumer warps of a block
 constexpr int kTeam = kWarps * 32;
 constexpr int kMaxTokens = 16;  // of a step
-constexpr int kQRows = kHeads * kHeadDim;
+// Heads, rows and units are those of a rank; all ranks have as many. kModel...: of the whole model.
+constexpr int kQRows = kHeads * kHeadDim, kModelQRows = kRanks * kQRows;
 constexpr int kKvRows = kKvHeads * kHeadDim;
 constexpr int kGateAt = kQRows + 2 * kKvRows;  // rows of q, k and v; those of the attention gate come behind them
 constexpr int kQkvRows = kGateAt + (kAttentionGate ? kQRows : 0);
 constexpr int kGroup = kHeads / kKvHeads;  // query heads of one KV head
-// Hidden rows are dealt out in units of 16: SM s owns units [kOwnedUnits * s, kOwnedUnits * (s + 1)), keeps their
-// residual and computes them in the output and in the down projection.
-constexpr int kUnitRows = 16, kUnits = kHidden / kUnitRows;
+constexpr int kModelGroup = kRanks * kHeads / kModelKvHeads;  // neighbouring ranks may share a KV head
+// Hidden rows are dealt out in units of 16: SM s owns units [kOwnedUnits * s, kOwnedUnits * (s + 1)) of its rank's, keeps
+// their residual and computes them in the output and in the down projection. The last ranks may have fewer units.
+constexpr int kUnitRows = 16, kModelUnits = kHidden / kUnitRows, kUnits = ceil_div(kModelUnits, kRanks);
 constexpr int kOwnedUnits = ceil_div(kUnits, kGrid), kOwnedRows = kOwnedUnits * kUnitRows;
 constexpr int kOwners = ceil_div(kUnits, kOwnedUnits);  // SMs that own any
 // Experts are as wide as the model, or narrow: projections lead to their width and back. The rows that they give are dealt
 // out in the same way.
 constexpr bool kNarrow = kNarrowHidden > 0;
 constexpr int kExpertHidden = kNarrow ? kNarrowHidden : kHidden;
-constexpr int kDownUnits = kExpertHidden / kUnitRows, kDownOwned = ceil_div(kDownUnits, kGrid);
+constexpr int kModelDownUnits = kExpertHidden / kUnitRows, kDownUnits = ceil_div(kModelDownUnits, kRanks);
+constexpr int kDownOwned = ceil_div(kDownUnits, kGrid);
 constexpr int kDownRows = kDownOwned * kUnitRows, kDownOwners = ceil_div(kDownUnits, kDownOwned);
 
-static_assert(kHeads % kKvHeads == 0 && kHidden % 64 == 0 && kQRows % 64 == 0 && kMoeIntermediate % 64 == 0 &&
+static_assert(kHeads % kKvHeads == 0 && kHidden % 64 == 0 && kModelQRows % 64 == 0 && kMoeIntermediate % 64 == 0 &&
                   kExpertHidden % 64 == 0,
               "inputs of matrices come in chunks of 64 columns");
 static_assert((kHeadDim == 64 || kHeadDim == 128) && kRotary % 2 == 0 && kRotary <= kHeadDim);
@@ -95,14 +98,15 @@ MK_HD int64_t matrix_offset(int row, int column, int K, bool fp8) {
 }
 MK_HD int64_t matrix_bytes(int rows, int K, bool fp8) { return ceil_div(rows, kPageRows) * unit_bytes(K, fp8); }
 
-constexpr int kQkvUnits = kQkvRows / kPageRows, kHeadUnits = ceil_div(kVocab, kPageRows);
-constexpr int kHeadRows = kHeadUnits * kPageRows;  // rows of zeros behind the vocabulary; never chosen
+constexpr int kQkvUnits = kQkvRows / kPageRows, kHeadUnits = ceil_div(ceil_div(kVocab, kPageRows), kRanks);
+// Behind the vocabulary lie rows of zeros, which are never chosen.
+constexpr int kHeadRows = kHeadUnits * kPageRows, kModelHeadRows = kRanks * kHeadRows;
 constexpr int64_t kQkvBytes = matrix_bytes(kQkvRows, kHidden, kAttentionFp8);
-constexpr int64_t kOutBytes = matrix_bytes(kHidden, kQRows, kAttentionFp8);
+constexpr int64_t kOutBytes = matrix_bytes(kUnits * kUnitRows, kModelQRows, kAttentionFp8);
 constexpr int64_t kDenseLayerBytes = kQkvBytes + kOutBytes;  // rows q, k, v as one matrix, then the output projection
-constexpr int64_t kHeadBytes = matrix_bytes(kVocab, kHidden, kHeadFp8);
+constexpr int64_t kHeadBytes = matrix_bytes(kHeadRows, kHidden, kHeadFp8);
 // fp8 matrices have a float32 scale a row: of a layer those of q, k, v, then of the output projection.
-constexpr int kDenseScaleLayer = kAttentionFp8 ? kQkvRows + kHidden : 0;
+constexpr int kDenseScaleLayer = kAttentionFp8 ? kQkvRows + kUnits * kUnitRows : 0;
 
 // ---- dense matrices of the MLP ------------------------------------------------------------------------------------
 // Of a layer with narrow experts the projections to their width and back; of a dense layer gate and up, then down. Gate and
@@ -155,7 +159,7 @@ MK_HD int tile_scale_offset(int row, int column, int K) {
 }
 // Gate and up share tiles: rows 0..7 of tile u are gate rows 8 u .. 8 u + 7, rows 8..15 the same up rows, so that one
 // lane ends with both halves of a SwiGLU pair.
-constexpr int kPairUnits = kMoeIntermediate / 8, kPairTileBytes = tile_bytes(kExpertHidden);
+constexpr int kPairUnits = ceil_div(kMoeIntermediate / 8, kRanks), kPairTileBytes = tile_bytes(kExpertHidden);
 constexpr int kDownTileBytes = tile_bytes(kMoeIntermediate);
 constexpr int64_t kPairBytes = (int64_t)kPairUnits * kPairTileBytes;
 constexpr int64_t kExpertBytes = kPairBytes + (int64_t)kDownUnits * kDownTileBytes;  // gate/up tiles, then down tiles

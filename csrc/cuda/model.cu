@@ -139,7 +139,9 @@ MK_EXPORT const char* mk_describe(void) { return m::description; }
 MK_EXPORT const char* mk_last_error(void) { return last_error; }
 
 MK_EXPORT int32_t mk_create(const mk_options* o, mk_model** out) {
-  if (o->num_ranks != 1) return fail(MK_ERR_ARGUMENT, "compiled for 1 rank, given " + std::to_string(o->num_ranks));
+  if (o->num_ranks != kRanks)
+    return fail(MK_ERR_ARGUMENT, "compiled for " + std::to_string(kRanks) + (kRanks == 1 ? " rank" : " ranks") + ", given " +
+                                     std::to_string(o->num_ranks));
   if (o->flags) return fail(MK_ERR_ARGUMENT, "flags has bits that this kernel does not know");
   if (o->weights_bytes != m::blob_bytes)
     return fail(MK_ERR_ARGUMENT, "the weights must be " + std::to_string(m::blob_bytes) + " bytes, given " +
@@ -150,10 +152,13 @@ MK_EXPORT int32_t mk_create(const mk_options* o, mk_model** out) {
   if (!(o->wait_limit_s > 0)) return fail(MK_ERR_ARGUMENT, "wait_limit_s must be above 0");
   try {
     const uint64_t small = Workspace().bytes + uint64_t{kMaxContext} * kRotary * sizeof(float) + (64 << 20);
-    open_device<kFastDecode>(m::blob_bytes + kKvBytes + small, "weights " + gigabytes(m::blob_bytes) + ", KV cache of " +
-                                                      std::to_string(kMaxContext) + " positions " +
-                                                      gigabytes(kKvBytes));
-    *out = new mk_model(o->weights[0], o->context ? o->context : m::context, o->wait_limit_s);
+    const int per_device = ranks_a_device(count_devices());
+    for (int device = kRanks / per_device - 1; device >= 0; device--)  // the first is left open
+      open_device<kFastDecode>(device, per_device, per_device * (m::blob_bytes + kKvBytes + small),
+                               (per_device == 1 ? "" : std::to_string(per_device) + " times ") + "weights " +
+                                   gigabytes(m::blob_bytes) + ", KV cache of " + std::to_string(kMaxContext) +
+                                   " positions " + gigabytes(kKvBytes));
+    *out = new mk_model(o->weights, per_device, o->context ? o->context : m::context, o->wait_limit_s);
     return MK_OK;
   } catch (const Failure& e) {
     return fail(e.code, e.what());
@@ -197,9 +202,7 @@ MK_EXPORT int32_t mk_step_taps(mk_model* model, const int32_t* tokens, int32_t c
     model->finish();
     model->length += count;
     for (int i = 0; i < wanted; i++)
-      check(cudaMemcpy(logits + (size_t)i * kVocab, model->logits() + (size_t)(count - wanted + i) * kHeadRows,
-                       kVocab * sizeof(float), cudaMemcpyDeviceToHost),
-            "copying logits from the GPU");
+      model->copy_logits(count - wanted + i, logits + (size_t)i * kVocab);
     for (int i = 0; i < num_layers; i++)
       check(cudaMemcpy(hidden + (size_t)i * count * kHidden, model->taps->get() + (size_t)layers[i] * kMaxTokens * kHidden,
                        (size_t)count * kHidden * sizeof(float), cudaMemcpyDeviceToHost),

@@ -113,6 +113,9 @@ __device__ __forceinline__ void store_peer(uint32_t* p, uint4 v) {
 __device__ __forceinline__ void load_peer(uint32_t& v, const uint32_t* p) {
   asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
 }
+__device__ __forceinline__ void load_peer(uint2& v, const uint32_t* p) {
+  asm volatile("ld.relaxed.sys.global.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p) : "memory");
+}
 __device__ __forceinline__ void load_peer(uint4& v, const uint32_t* p) {
   asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)

@@ -1,6 +1,7 @@
 // Rings of shared-memory pages between the thread that streams weights and the warps that multiply with them, and the
 // report of a wait that ended.
 #pragma once
+#include <type_traits>
 #include "trace.cuh"
 
 namespace mk {
@@ -9,6 +10,8 @@ namespace mk {
 struct Report {
   uint32_t expired;  // 1 once somebody gave up
   uint32_t phase, sm, epoch;
+  uint32_t peer;       // 1 + the rank that it waited for, 0: none
+  uint32_t abandoned;  // 1 + the rank that gave up first, 0: none did
 };
 
 // One ring of shared-memory pages as its producer or one consumer warp sees it: n pages passed so far.
@@ -32,7 +35,7 @@ struct Ring {
 
 // Gives up when the consumers of this SM make no step forward for the wait limit, or when another SM did. progress counts
 // epochs x kPhases + phase.
-struct Watch {
+struct BlockWatch {
   uint64_t limit_ns;
   Report* report;
   const volatile uint32_t& progress;
@@ -54,6 +57,26 @@ struct Watch {
     if (*(volatile uint32_t*)&report->expired) expired = 1;
   }
 };
+
+// The same where there are other ranks: the first block to give up tells them, so that nobody waits for what will not come.
+struct RankWatch : BlockWatch {
+  Report* const* reports = nullptr;  // of every rank
+  int rank = 0;                      // this one
+  const volatile int32_t* awaited = nullptr;
+  bool told = false;
+  __device__ __forceinline__ void tick() {
+    BlockWatch::tick();
+    if (ticks % 32 != 1 || told) return;
+    const volatile uint32_t& abandoned = report->abandoned;
+    if (abandoned) expired = 1;
+    told = expired;
+    if (!told || abandoned || report->sm != (uint32_t)sm) return;
+    report->peer = (uint32_t)*awaited;
+    for (int k = 0; k < kRanks; k++)
+      if (k != rank) store_peer(&reports[k]->abandoned, (uint32_t)rank + 1);
+  }
+};
+using Watch = std::conditional_t<(kRanks > 1), RankWatch, BlockWatch>;
 
 // The producer's end of a ring. One thread.
 template <int kSlots>

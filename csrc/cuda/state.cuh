@@ -7,7 +7,7 @@
 #include <string>
 #include <thread>
 #include <vector>
-#include "device.cuh"
+#include "peers.cuh"
 
 namespace mk {
 
@@ -64,11 +64,11 @@ struct Workspace {
   const size_t qkv = place<float>((size_t)kMaxTokens * kQkvRows);
   const size_t partial = place<float>(kAttentionUnits * kAttentionRows * kHeadDim);
   const size_t partial_sums = place<float2>(kAttentionUnits * kAttentionRows);
-  const size_t attention = place<uint16_t>((size_t)kMaxTokens * kQRows);
+  const size_t attention = place<uint16_t>((size_t)kMaxTokens * kModelQRows);
   const size_t router_logits = place<float>((size_t)kMaxTokens * kExperts);
   const size_t swiglu = place<uint16_t>(kSwigluSize);
-  const size_t logits = place<float>((size_t)kMaxTokens * kHeadRows);
-  const size_t best = place<float2>((size_t)kMaxTokens * kGrid);
+  const size_t logits = place<float>((size_t)kMaxTokens * kModelHeadRows);
+  const size_t best = place<float2>((size_t)kMaxTokens * kBests);
   const size_t shared_token = place<int32_t>(2);
   const size_t history = place<int32_t>(kMaxContext + 1);
   const size_t exchange = place<uint64_t>(kFastDecode ? kExchangeWords : 0);
@@ -76,6 +76,8 @@ struct Workspace {
   const size_t epochs = place<uint32_t>(1);
   const size_t report = place<Report>(1);
   const size_t experts_hit = place<uint32_t>(1);
+  const size_t receive = place<uint32_t>(kReceiveWords);
+  const size_t sent = place<uint32_t>(kRanks);
 };
 
 #ifndef MK_MORE_SPLITS
@@ -87,50 +89,89 @@ constexpr int kMoreSplits[2] = {MK_MORE_SPLITS};
 
 }  // namespace mk
 
-struct mk_model {
+namespace mk {
+
+// A rank's memory on its device, which must be the current one when it is made.
+struct RankState {
+  const int device;
+  const Workspace places;
+  DeviceArray<uint8_t> weights{m::blob_bytes};
+  DeviceArray<uint8_t> kv{(size_t)kKvBytes};
+  DeviceArray<float2> rope{(size_t)kMaxContext * (kRotary / 2)};
+  DeviceArray<uint8_t> work{places.bytes};
+  StepParams params{};
+
+  RankState(const void* blob, int device);
+  int32_t* history() const { return (int32_t*)(work.get() + places.history); }
+  float* logits() const { return (float*)(work.get() + places.logits); }
+};
+
+// Ranks that share a device, and so a launch.
+struct DeviceRanks {
+  int device;
+  cudaStream_t stream;
+  std::vector<RankState*> ranks;
+};
+
+}  // namespace mk
+
+// What is said of one rank's memory is of rank 0's.
+struct mk_model : mk::RankState {
   const int context;
   const double wait_limit_s;
-  const mk::Workspace places;
-  mk::DeviceArray<uint8_t> weights{mk::m::blob_bytes};
-  mk::DeviceArray<uint8_t> kv{(size_t)mk::kKvBytes};
-  mk::DeviceArray<float2> rope{(size_t)mk::kMaxContext * (mk::kRotary / 2)};
-  mk::DeviceArray<uint8_t> work{places.bytes};
   mk::HostMailbox mail;
   mk::HostStream stream;
-  mk::StepParams params{};
-  uint32_t epochs = 0;    // used in the exchange buffers
-  uint32_t arrivals = 0;  // at the grid barrier
-  int32_t length = 0;     // positions in the KV cache
+  std::vector<std::unique_ptr<mk::RankState>> others;   // ranks 1 and on
+  std::vector<std::unique_ptr<mk::HostStream>> streams;  // of devices 1 and on
+  std::vector<mk::DeviceRanks> devices;
+  uint32_t epochs = 0;     // used in the exchange buffers of decode_kernel
+  uint32_t arrivals = 0;   // at the grid barrier
+  uint32_t exchanges = 0;  // between ranks, where flags count them
+  int32_t length = 0;      // positions in the KV cache
   int32_t failure = MK_OK;
   std::string failure_text;
   std::atomic<bool> cancelled{false};
   std::unique_ptr<mk::DeviceArray<float>> taps;  // [kLayers][kMaxTokens][kHidden], once it was asked for
 
-  mk_model(const void* blob, int context, double wait_limit_s);
+  // per_device: ranks on each device.
+  mk_model(const void* const* blobs, int per_device, int context, double wait_limit_s);
 
-  // Puts a launch of the step kernel into the stream: `given` tokens, which lie in the history from position `length` on,
+  // Puts a launch of the step kernel into the streams: `given` tokens, which lie in the history from position `length` on,
   // then new_tokens chosen ones, of which the host finds the first in the mailbox at `made`.
   void launch(int given, int new_tokens, int made, int num_logits, const mk_request* request);
   // The same for decode_kernel, where this shape has it: runs the token behind `length`, which was chosen, and those that it
   // chooses, at most new_tokens of them.
   template <bool kFast>
   void launch_decode(int new_tokens, int made, const mk_request& request);
-  // Waits for the stream. Throws what the kernel reported.
+  // Waits for the streams. Throws what the kernels reported.
   void finish();
-  int32_t* history() const { return (int32_t*)(work.get() + places.history); }
-  float* logits() const { return (float*)(work.get() + places.logits); }
+  // Calls work(rank, its number, its stream) for every rank, on its device.
+  template <class Work>
+  void each_rank(Work&& work);
   // Copies tokens to their positions behind `length`.
   void give(const int32_t* tokens, int count) {
-    mk::check(cudaMemcpyAsync(history() + length, tokens, count * sizeof(int32_t), cudaMemcpyHostToDevice, stream),
-              "copying tokens to the GPU");
+    each_rank([&](mk::RankState& r, int, cudaStream_t stream) {
+      mk::check(cudaMemcpyAsync(r.history() + length, tokens, count * sizeof(int32_t), cudaMemcpyHostToDevice, stream),
+                "copying tokens to the GPU");
+    });
   }
+  // Copies the logits of a row of the last launch: every rank has those of its part of the vocabulary.
+  void copy_logits(int row, float* to);
   // Chosen token i, as soon as it is there; -1 when the kernel ended without it.
   int32_t await_token(int i);
 };
 
-inline mk_model::mk_model(const void* blob, int context, double wait_limit_s)
-    : context(context), wait_limit_s(wait_limit_s) {
-  using namespace mk;
+template <class Work>
+void mk_model::each_rank(Work&& work) {
+  int rank = 0;
+  for (const mk::DeviceRanks& d : devices) {
+    if constexpr (mk::kRanks > 1) mk::check(cudaSetDevice(d.device), "turning to a GPU");
+    for (mk::RankState* r : d.ranks) work(*r, rank++, d.stream);
+  }
+  if constexpr (mk::kRanks > 1) mk::check(cudaSetDevice(0), "turning to the first GPU");
+}
+
+inline mk::RankState::RankState(const void* blob, int device) : device(device) {
   check(cudaMemcpy(weights.get(), blob, m::blob_bytes, cudaMemcpyHostToDevice), "copying the weights to the GPU");
   // Masked positions are multiplied by zero, so the cache must hold numbers.
   check(cudaMemset(kv.get(), 0, kKvBytes), "clearing the KV cache");
@@ -142,7 +183,6 @@ inline mk_model::mk_model(const void* blob, int context, double wait_limit_s)
   }
   check(cudaMemcpy(rope.get(), table.data(), table.size() * sizeof(float2), cudaMemcpyHostToDevice),
         "copying the RoPE table");
-  check(cudaDeviceSynchronize(), "setting the model up");
   const uint8_t* w = weights.get();
   uint8_t* a = work.get();
   params.dense = w + m::dense_at;
@@ -172,12 +212,48 @@ inline mk_model::mk_model(const void* blob, int context, double wait_limit_s)
   params.barrier = (uint32_t*)(a + places.barrier);
   params.report = (Report*)(a + places.report);
   params.experts_hit = (uint32_t*)(a + places.experts_hit);
-  params.mail = mail.device();
-  params.wait_limit_ns = (uint64_t)(std::min(wait_limit_s, 1e9) * 1e9);
   params.tiles_per_split = 2;
-  params.max_length = context;
   params.dense_flight = 2;
   params.head_flight = kStepSlots;
+  if constexpr (kReceiveWords > 0)
+    check(cudaMemset(a + places.receive, 0xFF, kReceiveWords * sizeof(uint32_t)), "emptying the receive memory");
+  check(cudaDeviceSynchronize(), "setting the model up");
+}
+
+inline mk_model::mk_model(const void* const* blobs, int per_device, int context, double wait_limit_s)
+    : RankState(blobs[0], 0), context(context), wait_limit_s(wait_limit_s) {
+  using namespace mk;
+  devices.push_back({0, stream, {this}});
+  for (int r = 1; r < kRanks; r++) {
+    const int device = r / per_device;
+    check(cudaSetDevice(device), "turning to a GPU");
+    if (device == (int)devices.size()) {
+      streams.push_back(std::make_unique<HostStream>());
+      devices.push_back({device, *streams.back(), {}});
+    }
+    others.push_back(std::make_unique<RankState>(blobs[r], device));
+    devices[device].ranks.push_back(others.back().get());
+  }
+  if (devices.size() > 1) allow_peers((int)devices.size());
+  std::vector<RankState*> all;
+  each_rank([&](RankState& r, int, cudaStream_t) {
+    all.push_back(&r);
+    r.params.mail = mail.device();
+    r.params.wait_limit_ns = (uint64_t)(std::min(wait_limit_s, 1e9) * 1e9);
+    r.params.max_length = context;
+  });
+  connect(all);
+}
+
+inline void mk_model::copy_logits(int row, float* to) {
+  using namespace mk;
+  each_rank([&](RankState& r, int rank, cudaStream_t) {
+    const int first = std::min(kVocab, rank * kHeadRows), rows = std::min(kVocab, first + kHeadRows) - first;
+    if (rows)
+      check(cudaMemcpy(to + first, r.logits() + (size_t)row * kModelHeadRows + first, rows * sizeof(float),
+                       cudaMemcpyDeviceToHost),
+            "copying logits from the GPU");
+  });
 }
 
 inline mk::Sampling sampling_of(const mk_request& r) {
@@ -186,28 +262,39 @@ inline mk::Sampling sampling_of(const mk_request& r) {
 
 inline void mk_model::launch(int given, int new_tokens, int made, int num_logits, const mk_request* request) {
   using namespace mk;
-  StepParams p = params;
-  p.barrier_base = arrivals;
-  p.first_epoch = epochs;
-  p.position = length;
-  p.given = given;
-  p.new_tokens = new_tokens;
-  p.made = made;
-  p.num_logits = num_logits;
-  if (request) {
-    p.num_stop_tokens = request->num_stop_tokens;
-    std::copy_n(request->stop_tokens, request->num_stop_tokens, p.stop_tokens);
-    p.sampling = sampling_of(*request);
-  }
+  const auto params_of = [&](const RankState& rank) {
+    StepParams p = rank.params;
+    count_exchanges(p, exchanges);
+    p.taps = params.taps;  // every rank writes its rows
+    p.barrier_base = arrivals;
+    p.first_epoch = epochs;
+    p.position = length;
+    p.given = given;
+    p.new_tokens = new_tokens;
+    p.made = made;
+    p.num_logits = num_logits;
+    if (request) {
+      p.num_stop_tokens = request->num_stop_tokens;
+      std::copy_n(request->stop_tokens, request->num_stop_tokens, p.stop_tokens);
+      p.sampling = sampling_of(*request);
+    }
+    return p;
+  };
   uint32_t zero = 0;
-  void* args[] = {&p, &zero};
   const bool wide = std::min(given, kStepTokens) > 8;
-  const bool drawn = request && !is_greedy(p.sampling);
+  const bool drawn = request && !is_greedy(sampling_of(*request));
   const auto kernel = wide ? drawn ? step_kernel<2, true> : step_kernel<2, false>
                            : drawn ? step_kernel<1, true> : step_kernel<1, false>;
-  check(cudaLaunchCooperativeKernel(kernel, dim3(kGrid), dim3(kThreads), args,
-                                    sizeof(StepShared), stream),
-        "launching the kernel");
+  for (const DeviceRanks& d : devices) {
+    if constexpr (kRanks > 1) check(cudaSetDevice(d.device), "turning to a GPU");
+    LaunchParams p{};
+    for (size_t i = 0; i < d.ranks.size(); i++) params_in(p, i) = params_of(*d.ranks[i]);
+    void* args[] = {&p, &zero};
+    check(cudaLaunchCooperativeKernel(kernel, dim3((unsigned)(kGrid * d.ranks.size())), dim3(kThreads), args,
+                                      sizeof(StepShared), d.stream),
+          "launching the kernel");
+  }
+  if constexpr (kRanks > 1) check(cudaSetDevice(0), "turning to the first GPU");
 }
 
 template <bool kFast>
@@ -265,14 +352,27 @@ void mk_model::launch_decode(int new_tokens, int made, const mk_request& request
 
 inline void mk_model::finish() {
   using namespace mk;
-  Report r;
-  check(cudaMemcpyAsync(&r, params.report, sizeof r, cudaMemcpyDeviceToHost, stream), "copying the report from the GPU");
+  std::vector<Report> reports(kRanks);
+  each_rank([&](RankState& r, int rank, cudaStream_t stream) {
+    check(cudaMemcpyAsync(&reports[rank], r.params.report, sizeof(Report), cudaMemcpyDeviceToHost, stream),
+          "copying the report from the GPU");
+  });
   check(cudaMemcpyAsync(&arrivals, params.barrier, sizeof arrivals, cudaMemcpyDeviceToHost, stream),
         "copying the barrier's count from the GPU");
   check(cudaMemcpyAsync(&epochs, work.get() + places.epochs, sizeof epochs, cudaMemcpyDeviceToHost, stream),
         "copying the epochs from the GPU");
-  check(cudaStreamSynchronize(stream), "running the kernel");
-  if (r.expired) throw Failure(MK_ERR_TIMEOUT, describe(r, wait_limit_s));
+  if constexpr (kExchangeFlags && kRanks > 1) {  // rank 1's to rank 0
+    check(cudaMemcpyAsync(&exchanges, work.get() + places.sent + sizeof(uint32_t), sizeof exchanges, cudaMemcpyDeviceToHost,
+                          stream),
+          "copying the count of exchanges from the GPU");
+  }
+  for (const DeviceRanks& d : devices) check(cudaStreamSynchronize(d.stream), "running the kernel");
+  exchanges /= kGrid;  // every block counts
+  // A rank that waited for nobody else says more than those that waited for it.
+  int first = -1;
+  for (int rank = 0; rank < kRanks; rank++)
+    if (reports[rank].expired && (first < 0 || (reports[first].peer && !reports[rank].peer))) first = rank;
+  if (first >= 0) throw Failure(MK_ERR_TIMEOUT, describe(reports[first], wait_limit_s, first));
 }
 
 inline int32_t mk_model::await_token(int i) {

@@ -15,7 +15,7 @@ namespace mk {
 __device__ __forceinline__ int attention_rows(const StepBlock& b) { return b.tokens() * kGroup; }
 __device__ __forceinline__ int row_blocks(const StepBlock& b) { return ceil_div(attention_rows(b), 16); }
 __device__ __forceinline__ int squad_spread(const StepBlock& b) {
-  const int blocks = row_blocks(b);
+  const int blocks = attention_blocks(b.tokens());  // of the model's group, so that ranks which share it sum in the same order
   return blocks > 2 ? kSquads : blocks;
 }
 
@@ -429,9 +429,13 @@ __device__ __forceinline__ void step_combine(StepBlock& b) {
     const float whole = kAttentionOutNorm || kAttentionGate ? 1.f : inverse;
 #pragma unroll
     for (int j = 0; j < kLane; j += 2)
-      *(uint32_t*)(b.p.attention + token * kQRows + head * kHeadDim + b.lane() * kLane + j) =
-          pack_bf16x2(v[j] * whole, v[j + 1] * whole);
+      if constexpr (kRanks > 1)
+        put_attention(b, token, head, b.lane() * kLane + j, pack_bf16x2(v[j] * whole, v[j + 1] * whole));
+      else
+        *(uint32_t*)(b.p.attention + token * kQRows + head * kHeadDim + b.lane() * kLane + j) =
+            pack_bf16x2(v[j] * whole, v[j + 1] * whole);
   }
+  if constexpr (kRanks > 1) take_attention(b);
   b.stamp(kPhaseCombine, 3);
   b.meet();
 }

@@ -3,6 +3,7 @@
 // (decode_kernel.cuh) is the tuned way for one token a step.
 #pragma once
 #include <utility>
+#include "exchange.cuh"
 #include "ring.cuh"
 #include "sampler.cuh"
 
@@ -16,7 +17,17 @@ struct Mailbox {
 
 constexpr int kMaxStopTokens = 64;
 
-struct StepParams {
+// What a rank knows of the others; nothing where there are none.
+template <bool kSeveral>
+struct RankParams {};
+template <>
+struct RankParams<true> {
+  Peers<kRanks> peers;
+  Report* reports[kRanks];  // of every rank
+  uint32_t exchanges;       // before this launch; by flag only
+};
+
+struct StepParams : RankParams<(kRanks > 1)> {
   // Weights: the blob's sections.
   const uint8_t *dense, *head, *experts, *routers;
   const uint16_t* embedding;
@@ -29,15 +40,15 @@ struct StepParams {
   // Of the first three there is more behind what is said here: StepBlock knows it.
   uint16_t* hidden;      // [kMaxTokens][kHidden] residual x the next norm's weights; 1/rms is applied to the sums
   float* router_input;   // [kMaxTokens][kHidden] the same in float32
-  float* squares;        // [kMaxTokens][kGrid] every owner's share of the sum of squares
+  float* squares;        // [kMaxTokens][kSquaresStride] every unit's share of the sum of squares
   float* qkv;            // [kMaxTokens][kQkvRows] before norm and RoPE
   float* partial;        // [unit][kAttentionRows][kHeadDim] attention of a KV split
   float2* partial_sums;  // [unit][kAttentionRows] its maximum and denominator
-  uint16_t* attention;   // [kMaxTokens][kQRows]
+  uint16_t* attention;   // [kMaxTokens][kModelQRows]
   float* router_logits;  // [kMaxTokens][kExperts]
   uint16_t* swiglu;      // [kMaxTokens x kTopK][kMoeIntermediate], or [kMaxTokens][kDenseIntermediate]
-  float* logits;         // [kMaxTokens][kHeadRows], aligned for the sampler; rows count on over the steps of a launch without new tokens
-  float2* best;          // [kMaxTokens][kGrid] {largest logit, its row as an integer's bits}
+  float* logits;         // [kMaxTokens][kModelHeadRows], aligned for the sampler; rows count on over the steps of a launch without new tokens
+  float2* best;          // [kMaxTokens][kBests] {largest logit, its row as an integer's bits}
   int32_t* shared_token; // [2] what SM 0 decided: the token, 1 when the generation was cancelled
   float* taps;           // NULL, or [layer][kMaxTokens][kHidden]: the residual after every layer
   int32_t* history;      // [kMaxContext + 1]: token at every position; the given ones are there already
@@ -86,14 +97,21 @@ constexpr int kDownCopies = kDownPages * kDownSplit;  // partial sums of a down 
 constexpr int kDenseChunk = 8;                        // row units between two reductions
 constexpr int kQkUnits = (kQRows + kKvRows) / kPageRows;  // row units of q and k
 constexpr int kQStride = kHeadDim + 8, kXStride = kExpertHidden + 8;
-constexpr int kMaxSplits = kGrid / kKvHeads < 1 ? 1 : kGrid / kKvHeads > 32 ? 32 : kGrid / kKvHeads;
+// What orders a sum depends on the model and the whole device, not on the number of ranks.
+constexpr int kDeviceSplits = kDeviceGrid / kModelKvHeads;
+constexpr int kMaxSplits = kDeviceSplits < 1 ? 1 : kDeviceSplits > 32 ? 32 : kDeviceSplits;
+// Sums of squares are kept by units of hidden rows; where every SM has just one, by SMs.
+constexpr bool kUnitsAreSms = kOwnedUnits == 1 && kRanks == 1;
+constexpr int kSquaresStride = kUnitsAreSms ? kGrid : kModelUnits;
+constexpr int kBests = kRanks * kGrid;
 constexpr int kAttentionRows = ceil_div(kMaxTokens * kGroup, 16) * 16;
 
 // Workspace of activations that most models do without, behind that of others.
 constexpr size_t kNarrowAt = (size_t)kMaxTokens * kHidden, kMixedAt = kNarrowAt + (size_t)kMaxTokens * kNarrowHidden;
 constexpr size_t kHiddenSize = kMixedAt + (size_t)kMaxTokens * kNarrowHidden;
 constexpr size_t kBranchAt = (size_t)kMaxTokens * kHidden, kRouterInputSize = kBranchAt * (kSandwich ? 2 : 1);
-constexpr size_t kBranchSquaresAt = (size_t)kMaxTokens * kGrid, kNarrowSquaresAt = kBranchSquaresAt * (kSandwich ? 2 : 1);
+constexpr size_t kBranchSquaresAt = (size_t)kMaxTokens * kSquaresStride;
+constexpr size_t kNarrowSquaresAt = kBranchSquaresAt + (kSandwich ? (size_t)kMaxTokens * kGrid : 0);
 constexpr size_t kPairSquaresAt = kNarrowSquaresAt + (kNarrow ? (size_t)kMaxTokens * kGrid : 0);
 constexpr size_t kQkSquaresAt = kPairSquaresAt + (kNarrow ? (size_t)kMaxTokens * kTopK * kGrid : 0);
 constexpr size_t kSquaresSize = kQkSquaresAt + (kQkNormOverProjection ? (size_t)kMaxTokens * kQkUnits : 0);
@@ -105,40 +123,52 @@ struct alignas(16) SquadScores {
   uint16_t p[16][36];  // weights of the positions, bf16; rows in different banks
 };
 
-MK_HD int attention_blocks(int tokens) { return ceil_div(tokens * kGroup, 16); }
+MK_HD int attention_blocks(int tokens) { return ceil_div(tokens * kModelGroup, 16); }
 // A page is a tile of weights, several of them, or two tiles of the KV cache.
 constexpr int kSlotBytes = most(kExpertPageBytes, 2 * 2 * kTileBytes);
-// Bytes of the part of shared memory that phases use in turn, at most `tokens` tokens a step.
-MK_HD int step_scratch(int tokens) {
+// Bytes of the part of shared memory that phases use in turn, at most `tokens` tokens a step, on an SM that has so many
+// rows of the experts' outputs.
+MK_HD int step_scratch(int tokens, int down_rows) {
   const int x = tokens * kXStride * 2;  // input of gate/up
   const int blocks = attention_blocks(tokens);
   const int queries = blocks * 16 * kQStride * 2 + kSquads * ceil_div(blocks, kSquads) * (int)sizeof(SquadScores) +
                       2 * 2 * kTileBytes + 16;
   const int outputs = kSquads * 16 * (kHeadDim * 4 + 8);
   const int dense = kDenseChunk * kWarps * kPageRows * (tokens > 8 ? 16 : 8) * 4;  // partial sums
-  const int down = kDownCopies * tokens * kTopK * kDownRows * 4;
+  const int down = kDownCopies * tokens * kTopK * down_rows * 4;
   return most(most(most(x, queries), most(outputs, dense)), most(down, (int)sizeof(SamplerScratch)));
 }
 constexpr int kSharedLimit = 227 << 10;
-MK_HD int step_fixed(int tokens) {  // everything else, rounded up
-  return kStepSlots * (kPageBytes + kSlotBytes) + kWarps * 2 * 16 * 8 * 4 + tokens * kOwnedRows * 4 +
+MK_HD int step_fixed(int tokens, int owned_rows) {  // everything else, rounded up
+  return kStepSlots * (kPageBytes + kSlotBytes) + kWarps * 2 * 16 * 8 * 4 + tokens * owned_rows * 4 +
          16 * kWarps * 4 + kMaxTokens * kTopK * 12 + kExperts * 6 + 4096;
 }
 // Most tokens that a step of this model takes: shared memory ends somewhere, and so do the registers that hold the outputs of
-// a squad's row blocks.
+// a squad's row blocks. As one rank with the device for itself: how a prompt is cut into steps decides its last bits.
 MK_HD int step_tokens() {
+  const int owned = ceil_div(kModelUnits, kDeviceGrid) * kUnitRows, down = ceil_div(kModelDownUnits, kDeviceGrid) * kUnitRows;
   int tokens = kMaxTokens;
-  while (tokens > 1 && (step_fixed(tokens) + step_scratch(tokens) > kSharedLimit || attention_blocks(tokens) > 2 * kSquads))
+  while (tokens > 1 &&
+         (step_fixed(tokens, owned) + step_scratch(tokens, down) > kSharedLimit || attention_blocks(tokens) > 2 * kSquads))
     tokens /= 2;
   return tokens;
 }
 constexpr int kStepTokens = step_tokens(), kStepRows = attention_blocks(kStepTokens) * 16;
 constexpr int kSquadBlocks = ceil_div(attention_blocks(kStepTokens), kSquads);  // row blocks of a squad
 
+// What a block knows of other ranks.
+template <bool kSeveral>
+struct RankShared {};
+template <>
+struct RankShared<true> {
+  int32_t awaited;     // 1 + the rank that a thread waits for
+  uint32_t exchanges;  // so far, over launches; by flag only
+};
+
 struct alignas(128) StepShared {
   uint8_t dense[kStepSlots][kPageBytes];
   uint8_t expert[kStepSlots][kSlotBytes];
-  alignas(128) uint8_t scratch[step_scratch(kStepTokens)];
+  alignas(128) uint8_t scratch[step_scratch(kStepTokens, kDownRows)];
   float pair_part[kPairGroups][2][kPairWarps][16][8];
   float residual[kStepTokens][kOwnedRows];
   float router_dot[16][kWarps];
@@ -166,6 +196,7 @@ struct alignas(128) StepShared {
   int32_t expired;    // set by the watchdog
   uint32_t progress;  // epoch x kPhases + phase of the consumers
   uint64_t dense_full[kStepSlots], dense_empty[kStepSlots], expert_full[kStepSlots], expert_empty[kStepSlots];
+  [[no_unique_address]] RankShared<(kRanks > 1)> ranks;
 };
 static_assert(sizeof(StepShared) <= kSharedLimit, "more shared memory than a block can have");
 using StepRing = Ring<kStepSlots>;
@@ -220,6 +251,18 @@ __device__ __forceinline__ int first_vector(int layer) {
   return layer * kNormLayer;
 }
 
+template <class Params>
+__device__ __forceinline__ int rank_of(const Params& p) {
+  if constexpr (kRanks > 1)
+    return p.peers.rank;
+  else
+    return 0;
+}
+template <class Shared>
+__device__ __forceinline__ void awaits_nobody(Shared& s) {
+  if constexpr (kRanks > 1) *(volatile int32_t*)&s.ranks.awaited = 0;
+}
+
 struct StepBlock {
   const StepParams& p;
   StepShared& s;
@@ -229,21 +272,22 @@ struct StepBlock {
   __device__ __forceinline__ int lane() const { return tid & 31; }
   // Read again at every use: what is computed from it would otherwise be kept in registers through all phases.
   __device__ __forceinline__ int sm() const {
-    int sm = blockIdx.x;
+    int sm = rank_block();
     forget(sm);
     return sm;
   }
+  __device__ __forceinline__ int rank() const { return rank_of(p); }
   __device__ __forceinline__ int layer() const { return s.layer; }
   __device__ __forceinline__ int position() const { return s.position; }
   __device__ __forceinline__ int tokens() const { return s.tokens; }
   __device__ __forceinline__ int first_unit() const { return sm() * kOwnedUnits; }
   __device__ __forceinline__ int units() const {  // of 16 hidden rows
-    return max(0, min(kOwnedUnits, kUnits - first_unit()));
+    return max(0, min(kOwnedUnits, min(kUnits, kModelUnits - rank() * kUnits) - first_unit()));
   }
-  __device__ __forceinline__ int owned_row() const { return first_unit() * kUnitRows; }
+  __device__ __forceinline__ int owned_row() const { return (rank() * kUnits + first_unit()) * kUnitRows; }
   __device__ __forceinline__ int first_down_unit() const { return sm() * kDownOwned; }
   __device__ __forceinline__ int down_units() const {  // of 16 rows of the experts' outputs
-    return max(0, min(kDownOwned, kDownUnits - first_down_unit()));
+    return max(0, min(kDownOwned, min(kDownUnits, kModelDownUnits - rank() * kDownUnits) - first_down_unit()));
   }
   // Vectors of this layer, or of the next; behind the last one's lies the final norm.
   __device__ __forceinline__ const float* vectors() const { return p.norms + first_vector(layer()); }
@@ -282,6 +326,7 @@ struct StepBlock {
       const uint32_t all = s.arrivals += kGrid;
       s.layer += layers;
       s.epoch += layers;
+      awaits_nobody(s);
       add_release(p.barrier, 1);
       for (uint32_t spins = 1; (int32_t)(load_acquire(p.barrier) - all) < 0; spins++)
         if (spins % 16 == 0 && *(const volatile int32_t*)&s.expired) break;
@@ -297,13 +342,13 @@ struct StepBlock {
   }
   // 1/rms of every token's hidden state into s.rms, by one warp a token; a team_sync must follow. Every SM adds the owners'
   // shares in the same order.
-  __device__ __forceinline__ void load_rms() const { load_rms<0, kOwners, kHidden>(kRmsEps); }
+  __device__ __forceinline__ void load_rms() const { load_rms<0, kModelUnits, kHidden, kSquaresStride>(kRmsEps); }
   // Of other activations: where their squares lie, how many shares these have, and channels.
-  template <size_t kAt, int kShares, int kChannels>
+  template <size_t kAt, int kShares, int kChannels, int kStride = kGrid>
   __device__ __forceinline__ void load_rms(float eps) const {
     if (warp >= tokens()) return;
     float sum = 0;
-    for (int i = lane(); i < kShares; i += 32) sum += __ldcg(p.squares + kAt + warp * kGrid + i);
+    for (int i = lane(); i < kShares; i += 32) sum += __ldcg(p.squares + kAt + warp * kStride + i);
     sum = warp_sum(sum);
     if (lane() == 0) s.rms[warp] = rsqrtf(sum / kChannels + eps);
   }
@@ -317,11 +362,25 @@ struct StepBlock {
       p.hidden[token * kHidden + owned_row() + row] = (uint16_t)pack_bf16x2(v, 0.f);
       p.router_input[token * kHidden + owned_row() + row] = v;
     }
-    if (tid < tokens() && rows) {
-      float sum = 0;
-      for (int row = 0; row < rows; row++) sum += s.residual[tid][row] * s.residual[tid][row];
-      p.squares[tid * kGrid + sm()] = sum;
+    if constexpr (kUnitsAreSms) {
+      if (tid < tokens() && rows) {
+        float sum = 0;
+        for (int row = 0; row < rows; row++) sum += s.residual[tid][row] * s.residual[tid][row];
+        p.squares[tid * kGrid + sm()] = sum;
+      }
+    } else {
+      for (int i = tid; i < tokens() * units(); i += kTeam) {
+        const int token = i / units(), unit = i % units();
+        p.squares[token * kSquaresStride + owned_row() / kUnitRows + unit] = unit_squares(token, unit);
+      }
     }
+  }
+  // Of a unit of this SM: 16 rows, in their order.
+  __device__ __forceinline__ float unit_squares(int token, int unit) const {
+    const float* v = s.residual[token] + unit * kUnitRows;
+    float sum = 0;
+    for (int row = 0; row < kUnitRows; row++) sum += v[row] * v[row];
+    return sum;
   }
 };
 

@@ -1,6 +1,7 @@
 // bf16 and fp8 products of the step kernel, and the phases around one: embedding, QKV, output projection.
 #pragma once
 #include "mma.cuh"
+#include "step_ranks.cuh"
 #include "step_residual.cuh"
 
 namespace mk {
@@ -148,8 +149,12 @@ __device__ __forceinline__ void step_embed(StepBlock& b, const int32_t* tokens) 
     const float v = bf16_low(__ldg(b.p.embedding + (int64_t)tokens[token] * kHidden + b.owned_row() + row));
     b.s.residual[token][row] = kEmbedNorm ? v * b.s.rms[token] : v;
   }
-  team_sync<kTeam>();
-  b.publish_hidden(b.p.norms + kNormInput, kNormOffset);
+  if constexpr (kRanks > 1) {
+    embed_all(b, tokens);
+  } else {
+    team_sync<kTeam>();
+    b.publish_hidden(b.p.norms + kNormInput, kNormOffset);
+  }
   b.stamp(kPhaseEmbed, 3);
   b.meet();
 }
@@ -191,19 +196,22 @@ template <int kTiles>
 __device__ __forceinline__ void step_out(StepBlock& b, StepRing& ring) {
   b.stamp(kPhaseOut, 0);
   constexpr int kPerUnit = kUnitRows / kPageRows;
-  dense_product<kAttentionFp8, kQRows, kTiles>(b, ring, b.p.attention, b.units() * kPerUnit, [&](int first, int count) {
+  dense_product<kAttentionFp8, kModelQRows, kTiles>(b, ring, b.p.attention, b.units() * kPerUnit, [&](int first, int count) {
     if (first == 0) b.stamp(kPhaseOut, 2);
     each_output<kTiles>(b, count, [&](int row, int token) {
-      const int own = 8 * first + row, out = b.owned_row() + own;
+      const int own = 8 * first + row, out = b.owned_row() + own, held = out - b.rank() * kUnits * kUnitRows;
       float y = output_sum<kTiles>(b, row, token);
-      if constexpr (kAttentionFp8) y *= __ldg(b.p.dense_scales + b.layer() * kDenseScaleLayer + kQkvRows + out);
+      if constexpr (kAttentionFp8) y *= __ldg(b.p.dense_scales + b.layer() * kDenseScaleLayer + kQkvRows + held);
       if constexpr (kOutBias) y += __ldg(b.vectors() + kBiasOut + out);
       add_to_residual(b, token, own, y);
     });
   });
   team_sync<kTeam>();
   if constexpr (kSandwich) meet_residual<false>(b, kPhaseOut);
-  b.publish_hidden(b.vectors() + kNormPost, kNormOffset);
+  if constexpr (kRanks > 1)
+    share_hidden<true>(b, b.vectors() + kNormPost);
+  else
+    b.publish_hidden(b.vectors() + kNormPost, kNormOffset);
   b.stamp(kSandwich ? kPhaseAttentionResidual : kPhaseOut, 3);
   b.meet();
 }

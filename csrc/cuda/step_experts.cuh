@@ -215,6 +215,16 @@ struct ChunkInput {
 // Most chunks of a warp in a gate/up page, and those it holds in registers at a time: the page's slot is free again as soon as
 // the last of them are.
 constexpr int kPairCount = ceil_div(tile_page_chunks(kExpertHidden, 0), kPairWarps), kPairHeld = kPairCount < 2 ? kPairCount : 2;
+// Of a row of a tile and one of eight tokens: the warps' sums and SwiGLU of them, where ranks send two rows at a time.
+__device__ __forceinline__ float swiglu_sum(const StepBlock& b, const float (*out)[16][8], int r, int column, int pair,
+                                            float4 scale) {
+  float gate = 0, up = 0;
+#pragma unroll
+  for (int w = 0; w < kPairWarps; w++) gate += out[w][r][column], up += out[w][r + 8][column];
+  const float rms = b.s.rms[pair / kTopK] * kNvfp4Scale;
+  gate *= scale.x * rms, up *= scale.y * rms;
+  return swiglu(gate, up);
+}
 __device__ __forceinline__ void step_pair(StepBlock& b, StepRing& ring) {
   b.stamp(kPhasePair, 0);
   const int group = b.warp / kPairWarps, part = b.warp % kPairWarps;
@@ -275,6 +285,16 @@ __device__ __forceinline__ void step_pair(StepBlock& b, StepRing& ring) {
       *(float2*)&out[part][g][2 * t] = make_float2(acc[0][0] + acc[1][0], acc[0][1] + acc[1][1]);
       *(float2*)&out[part][g + 8][2 * t] = make_float2(acc[0][2] + acc[1][2], acc[0][3] + acc[1][3]);
       group_sync(kSquadBarrier + group, kPairWarps * 32);
+      if constexpr (kRanks > 1) {  // two rows a thread: they are sent as one word
+        const int i = part * 32 + b.lane(), r = i % 4 * 2, column = i / 4;
+        if (column < min(8, pairs - pass)) {
+          const int pair = b.s.list[first + pass + column];
+          put_swiglu(b, pair, unit, r, swiglu_sum(b, out, r, column, pair, scale),
+                     swiglu_sum(b, out, r + 1, column, pair, scale));
+        }
+        buffer ^= 1;
+        continue;
+      }
       const int i = part * 32 + b.lane(), r = i % 8, column = i / 8;
       if (column < min(8, pairs - pass)) {
         float gate = 0, up = 0;
@@ -292,6 +312,7 @@ __device__ __forceinline__ void step_pair(StepBlock& b, StepRing& ring) {
     mine.n += kPairGroups * tile_pages(kExpertHidden);
   }
   ring.n += units * tile_pages(kExpertHidden);
+  if constexpr (kRanks > 1) take_swiglu(b);
   b.stamp(kPhasePair, 3);
   b.meet();
 }
@@ -469,7 +490,10 @@ __device__ __forceinline__ void step_down(StepBlock& b, StepRing& ring) {
   }
   team_sync<kTeam>();
   // behind the last layer's lies the final norm
-  b.publish_hidden(b.next_vectors() + kNormInput, b.layer() + 1 < kLayers ? kNormOffset : 0.f);
+  if constexpr (kRanks > 1)
+    share_hidden<false>(b, b.next_vectors() + kNormInput);
+  else
+    b.publish_hidden(b.next_vectors() + kNormInput, b.layer() + 1 < kLayers ? kNormOffset : 0.f);
   b.stamp(kPhaseDown, 3);
   b.meet(1);
 }

@@ -17,13 +17,13 @@ __device__ __forceinline__ void step_head(StepBlock& b, StepRing& ring) {
   // kTeam is a multiple of the tokens in a reduction, so a thread always meets outputs of the same token.
   dense_product<kHeadFp8, kHidden, kTiles>(b, ring, b.p.hidden, units, [&](int first, int count) {
     each_output<kTiles>(b, count, [&](int row, int token) {
-      const int out = 8 * (u0 + first) + row;
+      const int held = 8 * (u0 + first) + row, out = b.rank() * kHeadRows + held;
       if (out >= kVocab) return;
       float y = output_sum<kTiles>(b, row, token) * b.s.rms[token];
-      if constexpr (kHeadFp8) y *= __ldg(b.p.head_scales + out);
+      if constexpr (kHeadFp8) y *= __ldg(b.p.head_scales + held);
       if constexpr (kLogitScale != 1.f) y *= kLogitScale;
       if constexpr (kLogitSoftcap != 0.f) y = kSoftcap * tanhf(y / kSoftcap);
-      b.p.logits[(int64_t)(b.s.first + token) * kHeadRows + out] = y;
+      b.p.logits[(int64_t)(b.s.first + token) * kModelHeadRows + out] = y;
       keep_best(best, best_row, y, out);
     });
   });
@@ -38,10 +38,11 @@ __device__ __forceinline__ void step_head(StepBlock& b, StepRing& ring) {
 #pragma unroll
     for (int o = 16; o; o >>= 1)
       keep_best(best, best_row, __shfl_xor_sync(~0u, best, o), __shfl_xor_sync(~0u, best_row, o));
-    if (b.lane() == 0) b.p.best[b.warp * kGrid + b.sm()] = make_float2(best, __int_as_float(best_row));
+    if (b.lane() == 0) b.p.best[b.warp * kBests + b.rank() * kGrid + b.sm()] = make_float2(best, __int_as_float(best_row));
   }
   // One SM asks the host, so that all agree on the answer.
-  if (b.sm() == 0 && b.tid == 0) b.p.shared_token[1] = *(volatile int32_t*)&b.p.mail->cancel;
+  if (b.sm() == 0 && b.rank() == 0 && b.tid == 0) b.p.shared_token[1] = *(volatile int32_t*)&b.p.mail->cancel;
+  if constexpr (kRanks > 1) share_best(b);
   b.stamp(kPhaseHead, 3);
   b.meet();
 }
@@ -61,8 +62,8 @@ __device__ __forceinline__ void choose_token(const StepParams& p, StepShared& s)
     if (b.warp == 0) {
       float best = -INFINITY;
       int row = kVocab;
-      for (int i = b.lane(); i < kGrid; i += 32) {
-        const float2 v = __ldcg(p.best + last * kGrid + i);
+      for (int i = b.lane(); i < kBests; i += 32) {
+        const float2 v = __ldcg(p.best + last * kBests + i);
         keep_best(best, row, v.x, __float_as_int(v.y));
       }
 #pragma unroll
@@ -71,9 +72,14 @@ __device__ __forceinline__ void choose_token(const StepParams& p, StepShared& s)
     }
   }
   if constexpr (kDrawn) {
-    if (blockIdx.x == 0) {
+    if constexpr (kRanks > 1) {
       StepBlock b = consumer(p, s, 0);
-      const int chosen = sample<kVocab>(p.sampling, p.logits + (int64_t)(s.first + last) * kHeadRows, p.history,
+      share_logits(b, p.logits + (int64_t)(s.first + last) * kModelHeadRows);
+      b.meet();
+    }
+    if (rank_block() == 0) {
+      StepBlock b = consumer(p, s, 0);
+      const int chosen = sample<kVocab>(p.sampling, p.logits + (int64_t)(s.first + last) * kModelHeadRows, p.history,
                                         next_position(b), next_position(b), b.tid, *b.scratch<SamplerScratch>());
       if (consumer_index() == 0) p.shared_token[0] = chosen;
     }
@@ -96,7 +102,7 @@ __device__ __forceinline__ void announce_token(const StepParams& p, StepShared& 
     s.ended = ended || *(volatile int32_t*)&s.expired;
     if (b.sm() == 0) {
       p.history[position] = token;
-      store_system(&p.mail->tokens[p.made + made], token + 1);
+      if (b.rank() == 0) store_system(&p.mail->tokens[p.made + made], token + 1);
     }
   }
   team_sync<kTeam>();

@@ -109,9 +109,27 @@ __device__ __forceinline__ void run_step(const StepParams& p, StepShared& s, uin
     run_layers<kTiles>(p, s, TunedPhases{b, dense, expert});
 }
 
+// The ranks of a device are one launch, so that all of them are resident: the blocks of one after those of the other.
+struct DeviceParams {
+  StepParams ranks[kPerDevice];
+};
+using LaunchParams = std::conditional_t<kPerDevice == 1, StepParams, DeviceParams>;
+template <class Launch>
+__device__ __forceinline__ const StepParams& own_params(const Launch& launch) {
+  if constexpr (kPerDevice == 1)
+    return launch;
+  else
+    return launch.ranks[blockIdx.x / kGrid];
+}
+template <class Params, class Shared>
+__device__ __forceinline__ void begin_ranks(const Params& p, Shared& s) {
+  if constexpr (kRanks > 1) s.ranks.awaited = 0, s.ranks.exchanges = p.exchanges;
+}
+
 // kTiles: groups of eight tokens that a step may have, 1 or 2. kDrawn: tokens may be drawn.
 template <int kTiles, bool kDrawn>
-__global__ void __launch_bounds__(kThreads, 1) step_kernel(__grid_constant__ const StepParams p, uint32_t zero) {
+__global__ void __launch_bounds__(kThreads, 1) step_kernel(__grid_constant__ const LaunchParams launch, uint32_t zero) {
+  const StepParams& p = own_params(launch);
   MK_DYNAMIC_SHARED(raw);
   StepShared& s = *(StepShared*)raw;
   const int tid = threadIdx.x, warp = __shfl_sync(~0u, tid / 32, 0);
@@ -128,6 +146,7 @@ __global__ void __launch_bounds__(kThreads, 1) step_kernel(__grid_constant__ con
     s.progress = 0;
     s.epoch = p.first_epoch + 1;
     s.arrivals = p.barrier_base;
+    begin_ranks(p, s);
   }
   __syncthreads();
   if (tid < kProducers) {

@@ -94,6 +94,7 @@ template <int kTiles>
 __device__ __forceinline__ void step_produce_dense(const StepBlock& b) {
   const StepParams& p = b.p;
   Watch watch{p.wait_limit_ns, p.report, b.s.progress, b.s.expired, b.sm()};
+  watch_peers(watch, b);
   Stream<kStepSlots> out{{smem_address(b.s.dense_full), smem_address(b.s.dense_empty)},
                          smem_address(b.s.dense),
                          kPageBytes,
@@ -116,8 +117,8 @@ __device__ __forceinline__ void step_produce_dense(const StepBlock& b) {
         if (!dense_pages<kAttentionFp8, kHidden, kTiles>(out, w + qkv0 * unit_bytes(kHidden, kAttentionFp8), qkv)) return;
         stamp_stream(p, i, layer, kStreamQkv, 1);
         stamp_stream(p, i, layer, kStreamOut, 0);
-        if (!dense_pages<kAttentionFp8, kQRows, kTiles>(
-                out, w + kQkvBytes + b.first_unit() * kPerUnit * unit_bytes(kQRows, kAttentionFp8),
+        if (!dense_pages<kAttentionFp8, kModelQRows, kTiles>(
+                out, w + kQkvBytes + b.first_unit() * kPerUnit * unit_bytes(kModelQRows, kAttentionFp8),
                 b.units() * kPerUnit))
           return;
         stamp_stream(p, i, layer, kStreamOut, 1);

@@ -48,6 +48,9 @@ constexpr bool kTraced = false;
 constexpr int64_t kTraceStep = (int64_t)(kLayers + 1) * kPhases * kGrid * 4;
 constexpr int64_t kStreamStep = (int64_t)(kLayers + 1) * kStreams * kGrid * 2;
 
+// Of the rank's blocks this one. Ranks that share a device are one launch.
+__device__ __forceinline__ int rank_block() { return kPerDevice == 1 ? blockIdx.x : blockIdx.x % kGrid; }
+
 // Where the phases of a step are kept, or NULL.
 template <class P>
 __device__ __forceinline__ int64_t* trace_of(const P& p, int step) {
@@ -55,14 +58,14 @@ __device__ __forceinline__ int64_t* trace_of(const P& p, int step) {
 }
 // Moments of a phase: 0 entered, 1 input there (where the phase waits for it), 2 products done, 3 published.
 __device__ __forceinline__ void stamp_phase(int64_t* trace, int layer, Phase phase, int moment) {
-  if (trace) trace[((layer * kPhases + phase) * kGrid + (int)blockIdx.x) * 4 + moment] = global_nanoseconds();
+  if (trace) trace[((layer * kPhases + phase) * kGrid + rank_block()) * 4 + moment] = global_nanoseconds();
 }
 // Moments of a stream: 0 its first page may be issued, 1 its last was.
 template <class P>
 __device__ __forceinline__ void stamp_stream(const P& p, int step, int layer, WeightStream stream, int moment) {
   if constexpr (kTraced)
     if (p.streams)
-      p.streams[(step & p.trace_mask) * kStreamStep + ((layer * kStreams + stream) * kGrid + (int)blockIdx.x) * 2 +
+      p.streams[(step & p.trace_mask) * kStreamStep + ((layer * kStreams + stream) * kGrid + rank_block()) * 2 +
                 moment] = global_nanoseconds();
 }
 

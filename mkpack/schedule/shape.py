@@ -6,6 +6,7 @@ equal there.
 
 from __future__ import annotations
 
+from mkpack.errors import UserError
 from mkpack.layout import align, ceil_div
 from mkpack.layout_cuda import (
     CHUNK,
@@ -15,7 +16,6 @@ from mkpack.layout_cuda import (
     OWNED_ROWS,
     PAGE_CHUNKS,
     PAGE_ROWS,
-    PAIR_ROWS,
     SHARE_ROW_BYTES,
     CudaLayout,
     step_only,
@@ -48,31 +48,37 @@ Uses = dict[str, tuple[int, tuple[str, ...]]]  # name -> bytes, and the phases t
 
 
 class Shape:
-    """Sizes of one model on one architecture's grid; names as in the kernels."""
+    """Sizes of one rank of a model on one architecture; names as in the kernels. What decides in which order a number
+    is summed comes from the model and `device_grid` alone, so it is the same for any number of ranks.
+
+    grid: blocks of a device, if not as many as the architecture has. UserError when a rank does not fit its part of it.
+    """
 
     def __init__(self, layout: CudaLayout, context: int, target: str, grid: int | None = None):
         spec, moe = layout.spec, layout.spec.moe
         assert moe
         self.layout, self.spec, self.moe = layout, spec, moe
-        self.grid = GRID[target] if grid is None else grid
+        self.device_grid = GRID[target] if grid is None else grid
+        self.grid = max(1, self.device_grid // layout.per_device)
         self.context = align(context, KV_TILE)
         self.hidden, self.head_dim = spec.hidden_size, spec.head_dim
         self.inner, self.top_k = moe.intermediate_size, moe.top_k
-        self.experts, self.kv_heads, self.q_rows = moe.num_experts, spec.num_key_value_heads, spec.q_size
-        self.group = spec.num_attention_heads // self.kv_heads
-        self.units = self.hidden // OWNED_ROWS
+        self.experts, self.kv_heads, self.q_rows = moe.num_experts, layout.heads.kv_heads, layout.q_rows
+        self.group = layout.heads.q_heads // self.kv_heads
+        self.model_group = spec.num_attention_heads // spec.num_key_value_heads
+        self.units = layout.units
         self.owned_units = ceil_div(self.units, self.grid)
         self.owners = ceil_div(self.units, self.owned_units)
         self.qkv_units, self.head_units = layout.qkv_rows // PAGE_ROWS, layout.head_rows // PAGE_ROWS
-        self.qk_units = (self.q_rows + spec.kv_size) // PAGE_ROWS
-        self.pair_units = self.inner // PAIR_ROWS
+        self.qk_units = (self.q_rows + layout.kv_rows) // PAGE_ROWS
+        self.pair_units = layout.pair_units
         self.narrow, self.expert_hidden, self.dense_inner = layout.narrow, layout.expert_hidden, layout.dense_inner
-        self.down_units = self.expert_hidden // OWNED_ROWS
+        self.down_units = layout.down_units
         self.down_owned = ceil_div(self.down_units, self.grid)
         self.down_owners = ceil_div(self.down_units, self.down_owned)
         self.pair_tile, self.down_tile = tile_bytes(self.expert_hidden), tile_bytes(self.inner)
         self.tile_kv = KV_TILE * self.head_dim * 2
-        self.max_splits = max(1, min(32, self.grid // self.kv_heads))
+        self.max_splits = max(1, min(32, self.device_grid // spec.num_key_value_heads))
         # The step kernel.
         self.expert_page = max(*tile_pages(self.expert_hidden), *tile_pages(self.inner))
         self.slot_bytes = max(self.expert_page, 4 * self.tile_kv)
@@ -82,6 +88,12 @@ class Shape:
         self.down_pack = 4 if fit > 3 else 2 if fit > 1 else 1
         self.down_copies = down_pages * (4 // self.down_pack)
         self.step_tokens = self._step_tokens()
+        if layout.tp > 1 and (shared := self.step_machine().shared_bytes) > SHARED_LIMIT:
+            raise UserError(
+                f"parallel.per_device: with {layout.per_device} ranks a device one of {self.grid} blocks has "
+                f"{self.owned_units * OWNED_ROWS} hidden rows, which with {self.step_tokens} tokens a step take "
+                f"{shared} bytes of shared memory; expected at most {SHARED_LIMIT}, use fewer ranks a device"
+            )
 
     def spread(self, items: int) -> tuple[int, ...]:
         """Bounds of `items` dealt evenly."""
@@ -107,6 +119,7 @@ class Shape:
         token_units = self.top_k * self.pair_units
         return (
             not step_only(spec)
+            and layout.tp == 1
             and all(cols * (2 if fmt == "bf16" else 1) % (PAGE_BYTES // PAGE_ROWS) == 0 for fmt, cols in matrices)
             and self.hidden <= 2048
             and self.q_rows <= 4096
@@ -131,9 +144,9 @@ class Shape:
     # -- the step kernel's shared memory ---------------------------------------------------------------------------
 
     def _blocks(self, tokens: int) -> int:
-        return ceil_div(tokens * self.group, 16)
+        return ceil_div(tokens * self.model_group, 16)
 
-    def _scratch(self, tokens: int) -> Uses:
+    def _scratch(self, tokens: int, down_owned: int) -> Uses:
         """The part that phases use in turn."""
         blocks, scores = self._blocks(tokens), 16 * 16 + 16 * 36 * 2
         queries = blocks * 16 * (self.head_dim + 8) * 2 + SQUADS * ceil_div(blocks, SQUADS) * scores
@@ -150,19 +163,21 @@ class Shape:
                 ("qkv", "output", "pre_proj", "post_proj", "dense_gate_up", "dense_down", "head"),
             ),
             "products of experts": (
-                self.down_copies * tokens * self.top_k * self.down_owned * OWNED_ROWS * 4,
+                self.down_copies * tokens * self.top_k * down_owned * OWNED_ROWS * 4,
                 ("down", "mix"),
             ),
             "sampler": (SAMPLER_BYTES, ("sample",)),
         }
 
     def _step_tokens(self) -> int:
+        # As one rank with the device for itself: how a prompt is cut into steps decides its last bits.
+        owned, down = (ceil_div(n // OWNED_ROWS, self.device_grid) for n in (self.hidden, self.expert_hidden))
         fixed = STEP_SLOTS * (PAGE_BYTES + self.slot_bytes) + WARPS * 2 * 16 * 8 * 4
         fixed += 16 * WARPS * 4 + MAX_TOKENS * self.top_k * 12 + self.experts * 6 + 4096
-        residual = self.owned_units * OWNED_ROWS * 4  # of a token
+        residual = owned * OWNED_ROWS * 4  # of a token
         tokens = MAX_TOKENS
         while tokens > 1 and (
-            fixed + tokens * residual + max(self._scratch(tokens).values())[0] > SHARED_LIMIT
+            fixed + tokens * residual + max(self._scratch(tokens, down).values())[0] > SHARED_LIMIT
             or self._blocks(tokens) > 2 * SQUADS
         ):
             tokens //= 2
@@ -172,7 +187,7 @@ class Shape:
         s, pairs, team = _Struct(), MAX_TOKENS * self.top_k, WARPS * 32
         s.add("dense ring", STEP_SLOTS * PAGE_BYTES, 128)
         s.add("expert ring", STEP_SLOTS * self.slot_bytes, 1)
-        s.overlay(self._scratch(self.step_tokens), 128)
+        s.overlay(self._scratch(self.step_tokens, self.down_owned), 128)
         partial = 2 * 16 * 8 * 4 * WARPS
         masks = self.experts * ceil_div(pairs, 32) * 4
         uses = {"halves of SwiGLU": (partial, ("gate_up",)), "masks of choices": (masks, ("router", "choose"))}
@@ -187,6 +202,8 @@ class Shape:
             *(("the running step", 14, 4), ("barriers", 4 * STEP_SLOTS, 8)),
         ):
             s.add(name, count * width, width)
+        if self.layout.tp > 1:
+            s.add("other ranks", 2 * 4, 4)
         rings = (Ring("dense", STEP_SLOTS, PAGE_BYTES), Ring("expert", STEP_SLOTS, self.slot_bytes))
         return Machine(self.grid, rings, tuple(s.regions), s.nbytes(128), ROLES, LAUNCH_REGISTERS)
 

@@ -7,8 +7,11 @@
 namespace mk {
 constexpr int kLayers = 48;
 constexpr int kHidden = 2048;
+constexpr int kRanks = 1;
+constexpr int kPerDevice = 1;
 constexpr int kHeads = 32;
 constexpr int kKvHeads = 4;
+constexpr int kModelKvHeads = 4;
 constexpr int kHeadDim = 128;
 constexpr int kRotary = 128;
 constexpr int kExperts = 128;
@@ -19,6 +22,7 @@ constexpr int kDenseIntermediate = 0;
 constexpr int kVocab = 151936;
 constexpr int kMaxContext = 8192;
 constexpr int kGrid = 132;
+constexpr int kDeviceGrid = 132;
 constexpr bool kNormTopkProb = true;
 constexpr bool kQkNorm = true;
 constexpr bool kQkNormWeight = true;
@@ -41,6 +45,7 @@ constexpr bool kDenseFp8 = false;
 constexpr bool kAttentionFp8 = false;
 constexpr bool kHeadFp8 = false;
 constexpr bool kRouterF32 = false;
+constexpr bool kExchangeFlags = false;
 constexpr float kRmsEps = static_cast<float>(0x1.0c6f7a0b5ed8dp-20);
 constexpr float kNormOffset = static_cast<float>(0x0.0p+0);
 constexpr float kQkScale = static_cast<float>(0x1.0000000000000p+0);

@@ -75,6 +75,11 @@ __device__ __forceinline__ void load_peer(uint32_t& v, const uint32_t* p) {
   emulator::polled(p, 4);
   v = *(const volatile uint32_t*)p;
 }
+__device__ __forceinline__ void load_peer(uint2& v, const uint32_t* p) {
+  emulator::polled(p, 8);
+  const volatile uint32_t* w = p;
+  v = {w[0], w[1]};
+}
 __device__ __forceinline__ void load_peer(uint4& v, const uint32_t* p) {
   emulator::polled(p, 16);
   const volatile uint32_t* w = p;
