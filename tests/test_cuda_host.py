@@ -12,12 +12,13 @@ import emulator
 import kernels
 import numpy as np
 import pytest
-from test_cuda_emulated import LIMITS, MODELS
+from cuda_models import cuda_layout, small_spec
+from test_cuda_emulated import LIMITS, TWO_LAYERS
 
 from mkpack import abi
 from mkpack.native import Library
 
-LAYOUT, GRID = MODELS["smallest"]
+LAYOUT, GRID = cuda_layout(small_spec(hidden_size=64, vocab_size=13, layers=TWO_LAYERS)), 3
 VOCAB = LAYOUT.spec.vocab_size
 
 
