@@ -51,6 +51,11 @@ class Unit:
     def traced(self) -> bool:
         return "\n#define MK_TRACE\n" in self.header
 
+    @property
+    def several_ranks(self) -> bool:
+        """Whether it is a GPU kernel with exchanges between ranks, which was not tuned yet and may spill."""
+        return "\nconstexpr int kRanks = " in self.header and "\nconstexpr int kRanks = 1;" not in self.header
+
 
 @dataclass(frozen=True)
 class Kernel:
@@ -233,7 +238,9 @@ def _kernel(unit: Unit, compiler: platform.Compiler, path: Path) -> Kernel:
     requires = {"system": "linux", **_libc(library)}
     if unit.target not in CUDA_TARGETS:
         return Kernel(path, compiler.version, {"cpu": unit.target, **requires})
-    resources = cubin.report(library, path.with_name("ptxas.log").read_text(), LAUNCH_REGISTERS, unit.traced)
+    resources = cubin.report(
+        library, path.with_name("ptxas.log").read_text(), LAUNCH_REGISTERS, unit.traced or unit.several_ranks
+    )
     # Machine code runs on every driver for the same CUDA generation; the grid is one block an SM.
     cuda = compiler.version.partition(".")[0] + ".0"
     needs: dict[str, object] = {"gpu": unit.target, "cuda": cuda, "sms": GRID[unit.target]}
