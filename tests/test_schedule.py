@@ -20,7 +20,17 @@ from mkpack.errors import InternalError
 from mkpack.layout import Layout
 from mkpack.manifest import Limits
 from mkpack.models import model_spec
-from mkpack.schedule import Phase, Schedule, Use, bytes_per_step, distinct_experts, phase_bytes, phases, validate
+from mkpack.schedule import (
+    Exchange,
+    Phase,
+    Schedule,
+    Use,
+    bytes_per_step,
+    distinct_experts,
+    phase_bytes,
+    phases,
+    validate,
+)
 from mkpack.spec import LayerSpec, ModelSpec
 
 ATTENTION = ["qkv", "attention", "combine", "output"]
@@ -153,8 +163,10 @@ def edit(key: str, **changes: object) -> Schedule:
     """The schedule with fields of one phase replaced; values may be functions of the old one."""
 
     def new(p: Phase) -> Phase:
+        if p.key != key:
+            return p
         values = {k: v(getattr(p, k)) if isinstance(v, Callable) else v for k, v in changes.items()}
-        return dataclasses.replace(p, **values) if p.key == key else p
+        return dataclasses.replace(p, **values)
 
     assert any(p.key == key for p in SCHEDULE.phases)
     return dataclasses.replace(SCHEDULE, phases=tuple(map(new, SCHEDULE.phases)))
@@ -187,6 +199,13 @@ def shared(name: str) -> Schedule:
 
 def drop(name: str) -> Callable[[tuple], tuple]:
     return lambda uses: tuple(u for u in uses if getattr(u, "buffer", getattr(u, "phase", u)) != name)
+
+
+def moved(key: str, to: str) -> Schedule:
+    """The exchange of one phase after another."""
+    exchange = {to: next(p.exchange for p in SCHEDULE.phases if p.key == key), key: None}
+    phases = (dataclasses.replace(p, exchange=exchange.get(p.key, p.exchange)) for p in SCHEDULE.phases)
+    return dataclasses.replace(SCHEDULE, phases=tuple(phases))
 
 
 FAULTS = {
@@ -254,6 +273,54 @@ FAULTS = {
     ),
     "published, not private": (shared("normed"), "layers.0.qkv reads normed while other items of it write there"),
     "short life": (lasting("x", "layer"), "layers.0.qkv reads x, which no phase before it in this layer writes"),
+    # Exchanges.
+    **{
+        f"no exchange after {key}": (
+            edit(key, exchange=None),
+            f"{reader} reads all of {buffer}, which no rank has: {key}",
+        )
+        for key, reader, buffer in (
+            ("layers.1.combine", "layers.1.output", "attention"),
+            ("layers.1.output", "layers.1.router", "x"),
+            ("layers.0.gate_up", "layers.0.down", "inner"),
+            ("layers.0.down", "layers.1.qkv", "x"),
+            ("layers.2.down", "head", "x"),
+            ("head", "sample", "best_value"),
+            ("sample", "embed", "tokens"),
+        )
+    },
+    "exchange after the wrong phase": (
+        moved("layers.1.combine", "layers.1.attention"),
+        "layers.1.attention exchanges attention, of which no rank has a part from it",
+    ),
+    "exchange too late": (
+        moved("layers.0.gate_up", "layers.0.down"),
+        "layers.0.down reads all of inner, which no rank has: layers.0.gate_up writes a rank's part of it",
+    ),
+    "exchange that nobody waits for": (
+        edit("layers.0.router", waits=()),
+        "layers.0.output ends with an exchange, but nobody waits for it",
+    ),
+    "exchange of another buffer": (
+        edit("layers.1.output", exchange=Exchange(("inner",), 384)),
+        "layers.1.output exchanges inner, of which no rank has a part from it",
+    ),
+    "exchange with one rank": (
+        dataclasses.replace(SCHEDULE, tp=1),
+        "layers.0.gate_up exchanges inner, but there is one rank",
+    ),
+    "exchange without words": (
+        edit("layers.1.output", exchange=Exchange(("x",), 0)),
+        "layers.1.output exchanges 0 words: expected at least one",
+    ),
+    "only the first rank is told": (
+        edit("layers.1.output", exchange=lambda e: dataclasses.replace(e, first=True)),
+        "layers.1.router reads all of x, which the first rank has: layers.1.output writes a rank's part of it",
+    ),
+    "part read as whole": (
+        edit("layers.0.attention", reads=lambda uses: tuple(dataclasses.replace(u, part=False) for u in uses)),
+        "layers.0.attention reads all of qkv, which no rank has: layers.0.qkv writes a rank's part of it",
+    ),
     # Sections.
     "read twice": (
         edit("layers.1.router", sections=lambda names: (*names, "layers.1.router")),
@@ -331,6 +398,14 @@ def test_a_long_list_of_problems_is_cut():
     with pytest.raises(InternalError) as caught:
         schedule.check(empty)
     assert f"and {len(problems) - 8} more" in str(caught.value) and len(str(caught.value).splitlines()) == 10
+
+
+@pytest.mark.parametrize("by", [-1, 1])
+@pytest.mark.parametrize("key", [p.key for p in SCHEDULE.phases if p.exchange and p.name != "sample"])
+def test_words_of_an_exchange_are_those_of_the_blob(key, by):
+    words = next(p.exchange.words for p in SCHEDULE.phases if p.key == key)
+    wrong = edit(key, exchange=lambda e: dataclasses.replace(e, words=e.words + by))
+    assert f"{key} exchanges {words + by} words: a rank's part has {words}" in validate(wrong)
 
 
 @pytest.mark.parametrize("key", [p.key for p in SCHEDULE.phases if p.waits])

@@ -9,12 +9,13 @@ model.h from here; `mkpack graph` shows it.
 from mkpack.schedule.cost import KV_BYTES, bytes_per_step, distinct_experts, phase_bytes, phases_of, step_bytes
 from mkpack.schedule.cpu import cpu_schedule, phases
 from mkpack.schedule.cuda import cuda_phases, cuda_proofs, cuda_schedules
-from mkpack.schedule.ir import Buffer, Items, Phase, Schedule, Use, Wait
+from mkpack.schedule.ir import Buffer, Exchange, Items, Phase, Schedule, Use, Wait
 from mkpack.schedule.validate import check, validate
 
 __all__ = [
     "KV_BYTES",
     "Buffer",
+    "Exchange",
     "Items",
     "Phase",
     "Schedule",

@@ -10,11 +10,14 @@ import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from mkpack.errors import InternalError
 from mkpack.schedule import exchange, streams
 from mkpack.schedule.ir import Buffer, Feed, Phase, Schedule, Use
+
+if TYPE_CHECKING:
+    from mkpack.manifest import Section
 
 
 def check(schedule: Schedule) -> None:
@@ -140,8 +143,33 @@ def _exchanges(schedule: Schedule) -> Iterator[str]:
             yield f"{p.key} exchanges {', '.join(p.exchange.buffers)}, but there is one rank"
         if p.exchange.words < 1:
             yield f"{p.key} exchanges {p.exchange.words} words: expected at least one"
+        elif (expected := _words(schedule, p)) and p.exchange.words != expected:
+            yield f"{p.key} exchanges {p.exchange.words} words: a rank's part has {expected}"
         if p.key not in barriers:
             yield f"{p.key} ends with an exchange, but nobody waits for it"
+
+
+def _words(schedule: Schedule, p: Phase) -> int | None:
+    """Words of a rank's part, as the blob has them: a value for each row that a rank has of the phase's matrix, or, where
+    it has none, for each column of the matrix that reads its result whole. None where there is neither."""
+    sections, moe = {s.name: s for s in schedule.sections}, schedule.spec.moe
+    gathered = {name for phase in schedule.phases for name in phase.gathers}
+
+    def matrix(phase: Phase) -> Section | None:
+        return next((sections[n] for n in phase.sections if sections[n].cols > 1), None)
+
+    if own := matrix(p):
+        values = own.rows // (schedule.tp if own.name in gathered else 1)  # a tied head is the embedding, held whole
+        if p.routed and moe:  # the rows of all experts; of those chosen each has a result, or all together have one
+            values = values // moe.num_experts * (moe.top_k if p.items.per == "active expert" else 1)
+        return schedule.tokens_per_step * values // (2 if own.name.endswith(".gate_up") else 1)
+    assert p.exchange
+    buffers = p.exchange.buffers
+    for reader in schedule.phases:
+        if reader.layer == p.layer and (read := matrix(reader)):
+            if any(u.buffer in buffers and not u.part for u in reader.reads):
+                return schedule.tokens_per_step * read.cols // schedule.tp
+    return None
 
 
 @dataclass
