@@ -150,8 +150,8 @@ def _exchanges(schedule: Schedule) -> Iterator[str]:
 
 
 def _words(schedule: Schedule, p: Phase) -> int | None:
-    """Words of a rank's part, as the blob has them: a value for each row that a rank has of the phase's matrix, or, where
-    it has none, for each column of the matrix that reads its result whole. None where there is neither."""
+    """Words of a rank's part, as the blob has them: a value for each row that a rank has of the phase's matrix, or,
+    where it has none, for each column of the matrix that reads its result whole. None where there is neither."""
     sections, moe = {s.name: s for s in schedule.sections}, schedule.spec.moe
     gathered = {name for phase in schedule.phases for name in phase.gathers}
 
