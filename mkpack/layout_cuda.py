@@ -65,7 +65,7 @@ _TAKEN: dict[type[BaseModel], tuple[str, ...]] = {
     LayerSpec: ("rope", "sliding_window"),
 }
 # Features of a spec that the kernel has with any number of ranks; others only with one.
-_WITH_RANKS = ("sliding_window",)
+_WITH_RANKS = ("attention_sinks", "expert_bias", "router_bias", "sliding_window", "swiglu")
 
 _ROUTERS = ("router", "routers")  # sections, of CPUs one a layer
 
@@ -293,7 +293,7 @@ class CudaLayout:
         for part, n in parts.items():
             sizes[part + "_bias"] = n if spec.qkv_bias else 0
         sizes["o_bias"] = spec.hidden_size if spec.o_bias else 0
-        sizes["sinks"] = spec.num_attention_heads if spec.attention_sinks else 0
+        sizes["sinks"] = self.heads.q_heads if spec.attention_sinks else 0
         sandwich = spec.hidden_size if spec.sandwich else 0
         sizes |= dict.fromkeys(("attn_residual_gate", "mlp_out_norm", "mlp_residual_gate"), sandwich)
         moe = spec.moe
@@ -304,8 +304,8 @@ class CudaLayout:
             "router_bias": moe.num_experts if moe.router_bias else 0,
             "choice_bias": moe.num_experts if moe.choice_bias else 0,
             # Of every expert those of its gate and up, then of every expert those of its down projection.
-            "gate_up_bias": moe.num_experts * 2 * moe.intermediate_size if moe.expert_bias else 0,
-            "down_bias": moe.num_experts * self.expert_hidden if moe.expert_bias else 0,
+            "gate_up_bias": moe.num_experts * 2 * self.inner_rows if moe.expert_bias else 0,
+            "down_bias": moe.num_experts * self.down_units * OWNED_ROWS if moe.expert_bias else 0,
         }
         places, end = {}, 0
         for name, size in {**sizes, **of_moe}.items():
@@ -360,12 +360,15 @@ class CudaLayout:
         part = tensor.rpartition(".")[2]
         if self.tp == 1:
             return slice(None)
+        if part == "sinks":
+            return slice(rank * self.heads.q_heads, (rank + 1) * self.heads.q_heads)
         if part in ("q", "q_bias"):
             return slice(rank * self.q_rows, (rank + 1) * self.q_rows)
         if part in ("k", "v", "k_bias", "v_bias"):
             first = self.heads.first_kv_head(rank) * self.spec.head_dim
             return slice(first, first + self.kv_rows)
-        share = {"o": self.hidden_rows, "down": self.hidden_rows, "gate": self.inner_rows, "up": self.inner_rows}
+        share = {"o": self.hidden_rows, **dict.fromkeys(("gate", "up", "gate_bias", "up_bias"), self.inner_rows)}
+        share |= dict.fromkeys(("down", "down_bias"), self.down_units * OWNED_ROWS)
         share |= {"lm_head": self.head_rows, "embed": self.head_rows}
         n = share.get(part)
         return slice(None) if n is None else slice(rank * n, (rank + 1) * n)

@@ -422,11 +422,15 @@ def unpack(layout: CudaLayout, blob: np.ndarray, tensor: str, rank: int = 0) -> 
     if tensor == "lm_head":
         return matrix("head", 0, 0, layout.precision["lm_head"], held(spec.vocab_size), hidden)
     at, floats = place_of_vector(layout, tensor)
+    assert spec.moe
     if floats:
+        whole = {"gate_bias": spec.moe.intermediate_size, "up_bias": spec.moe.intermediate_size}
+        whole["down_bias"] = layout.expert_hidden
+        if (name := tensor.rpartition(".")[2]) in whole:  # the last ranks' may be padded
+            floats = held(whole[name])
         return QTensor("f32", (floats,), read("norms", at * 4, floats * 4).view(np.float32))
     layer, expert, part = parse(layout, tensor)
     if expert is not None:
-        assert spec.moe
         rows = held(layout.expert_hidden if part == "down" else spec.moe.intermediate_size)
         number = layout.moe_layers(layer) * layout.num_experts + expert
         return _unpack_expert(layout, read, number, part, rows)

@@ -17,6 +17,7 @@ from test_cuda_emulated import LIMITS, PROMPT, TWO_LAYERS
 from mkpack import abi
 from mkpack.layout_cuda import CudaLayout
 from mkpack.native import Library
+from mkpack.spec import SwigluSpec
 
 LADDER = Path(__file__).parent / "bench" / "ladder"
 # fp8 and bf16, biases, norms, a window; 36 units of hidden rows, 8 of experts, 9 of the vocabulary; 2 KV heads.
@@ -33,9 +34,24 @@ CALLS = (
 )
 
 
-def several(tp: int, per_device: int, flags: bool = False) -> emulator.Emulated:
-    layout = CudaLayout(ONE.spec, ONE.precision, ONE.router_format, tp, per_device)
-    return emulator.Emulated.random(layout, LIMITS, GRID, flags=flags)
+# What families have beside that, small: how it is split over ranks.
+FAMILIES = {
+    "gpt-oss": cuda_layout(
+        small_spec(
+            vocab_size=13,
+            qkv_bias=True,
+            o_bias=True,
+            attention_sinks=True,
+            layers=TWO_LAYERS,
+            moe={"router_bias": True, "expert_bias": True, "swiglu": SwigluSpec(alpha=1.702, limit=0.7, up_offset=1.0)},
+        )
+    ),
+}
+
+
+def several(tp: int, per_device: int, flags: bool = False, of: CudaLayout = ONE, grid: int = GRID) -> emulator.Emulated:
+    layout = CudaLayout(of.spec, of.precision, of.router_format, tp, per_device)
+    return emulator.Emulated.random(layout, LIMITS, grid, flags=flags)
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +98,17 @@ def test_four_ranks_of_two_kv_heads_give_the_bits_of_one(alone):
 
 def test_exchanges_by_flags_give_the_same_bits(alone):
     assert same(several(2, 2, flags=True).calls(*CALLS), alone)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_give_the_bits_of_one_rank(family):
+    """Of two ranks, whose races are looked for, and of four, on as many SMs."""
+    of = FAMILIES[family]
+    calls = (("run", [PROMPT], {"cuts": [1]}), ("truncate", [0], {}), ("generate", [PROMPT[:3]], {"max_new_tokens": 3}))
+    one = emulator.Emulated.random(of, LIMITS, 4).calls(*calls)
+    assert np.isfinite(one[0]).all() and one[2][1] == abi.OK
+    assert same(several(2, 2, of=of, grid=4).calls(*calls, races=True, seed=3), one)
+    assert same(several(4, 4, of=of, grid=4).calls(*calls), one)
 
 
 def test_no_races(two):

@@ -188,8 +188,9 @@ constexpr int kBiasRouter = kNormExpert + kNarrowHidden;
 constexpr int kBiasChoice = kBiasRouter + (kRouterBias ? vector_floats(kExperts) : 0);
 // Of every expert those of its gate and up, then of every expert those of its down projection.
 constexpr int kBiasPair = kBiasChoice + (kChoiceBias ? vector_floats(kExperts) : 0);
-constexpr int kBiasDown = kBiasPair + (kExpertBias ? kExperts * 2 * kMoeIntermediate : 0);
-constexpr int kNormLayer = kBiasDown + (kExpertBias ? kExperts * kExpertHidden : 0), kNormMoeOnly = kNormLayer - kNormPre;
+constexpr int kPairBiases = kPairUnits * 8, kDownBiases = kDownUnits * kUnitRows;  // rows of this rank
+constexpr int kBiasDown = kBiasPair + (kExpertBias ? kExperts * 2 * kPairBiases : 0);
+constexpr int kNormLayer = kBiasDown + (kExpertBias ? kExperts * kDownBiases : 0), kNormMoeOnly = kNormLayer - kNormPre;
 constexpr int64_t kNorms = (int64_t)kLayers * kNormLayer - (int64_t)kDenseCount * kNormMoeOnly + kHidden;
 static_assert((int64_t)(kLayers + 1) * kNormLayer < 1ll << 31, "vectors are counted in 32 bits");
 

@@ -217,12 +217,13 @@ struct ChunkInput {
 constexpr int kPairCount = ceil_div(tile_page_chunks(kExpertHidden, 0), kPairWarps), kPairHeld = kPairCount < 2 ? kPairCount : 2;
 // Of a row of a tile and one of eight tokens: the warps' sums and SwiGLU of them, where ranks send two rows at a time.
 __device__ __forceinline__ float swiglu_sum(const StepBlock& b, const float (*out)[16][8], int r, int column, int pair,
-                                            float4 scale) {
+                                            float4 scale, float gate_bias, float up_bias) {
   float gate = 0, up = 0;
 #pragma unroll
   for (int w = 0; w < kPairWarps; w++) gate += out[w][r][column], up += out[w][r + 8][column];
   const float rms = b.s.rms[pair / kTopK] * kNvfp4Scale;
   gate *= scale.x * rms, up *= scale.y * rms;
+  if constexpr (kExpertBias) gate += gate_bias, up += up_bias;
   return swiglu(gate, up);
 }
 __device__ __forceinline__ void step_pair(StepBlock& b, StepRing& ring) {
@@ -240,9 +241,16 @@ __device__ __forceinline__ void step_pair(StepBlock& b, StepRing& ring) {
     const int first = b.s.list_start[index], pairs = b.s.list_start[index + 1] - first;
     const float4 scale = __ldg(b.p.expert_scales + b.moe_layer() * kExperts + b.s.active[index]);
     float gate_bias = 0, up_bias = 0;  // of the row that this thread will finish
+    float2 gate_biases = {}, up_biases = {};  // of both, where ranks send two
     if constexpr (kExpertBias) {
-      const float* bias = b.vectors() + kBiasPair + b.s.active[index] * 2 * kMoeIntermediate + 8 * unit + b.lane() % 8;
-      gate_bias = __ldg(bias), up_bias = __ldg(bias + kMoeIntermediate);
+      const float* bias = b.vectors() + kBiasPair + b.s.active[index] * 2 * kPairBiases + 8 * unit;
+      if constexpr (kRanks > 1) {
+        bias += b.lane() % 4 * 2;
+        gate_biases = __ldg((const float2*)bias), up_biases = __ldg((const float2*)(bias + kPairBiases));
+      } else {
+        bias += b.lane() % 8;
+        gate_bias = __ldg(bias), up_bias = __ldg(bias + kPairBiases);
+      }
     }
 #pragma unroll 1
     for (int pass = 0; pass < pairs; pass += 8) {  // eight tokens of this expert at a time
@@ -289,8 +297,8 @@ __device__ __forceinline__ void step_pair(StepBlock& b, StepRing& ring) {
         const int i = part * 32 + b.lane(), r = i % 4 * 2, column = i / 4;
         if (column < min(8, pairs - pass)) {
           const int pair = b.s.list[first + pass + column];
-          put_swiglu(b, pair, unit, r, swiglu_sum(b, out, r, column, pair, scale),
-                     swiglu_sum(b, out, r + 1, column, pair, scale));
+          put_swiglu(b, pair, unit, r, swiglu_sum(b, out, r, column, pair, scale, gate_biases.x, up_biases.x),
+                     swiglu_sum(b, out, r + 1, column, pair, scale, gate_biases.y, up_biases.y));
         }
         buffer ^= 1;
         continue;
@@ -412,7 +420,7 @@ __device__ __forceinline__ void step_down(StepBlock& b, StepRing& ring) {
     float bias[2] = {};  // of rows g and g + 8, in one of the parts that are added up
     if constexpr (kExpertBias)
       if (index >= 0 && page == 0 && part == 0) {
-        const float* of = b.vectors() + kBiasDown + b.s.active[index] * kExpertHidden +
+        const float* of = b.vectors() + kBiasDown + b.s.active[index] * kDownBiases +
                           (b.first_down_unit() + n / per_unit) * kUnitRows + g;
         bias[0] = __ldg(of), bias[1] = __ldg(of + 8);
       }
