@@ -65,7 +65,10 @@ _TAKEN: dict[type[BaseModel], tuple[str, ...]] = {
     LayerSpec: ("rope", "sliding_window"),
 }
 # Features of a spec that the kernel has with any number of ranks; others only with one.
-_WITH_RANKS = ("attention_sinks", "expert_bias", "router_bias", "sliding_window", "swiglu")
+_WITH_RANKS = (
+    *("attention_sinks", "choice_bias", "expert_bias", "norm_topk_eps", "qk_norm_over", "routed_scaling_factor"),
+    *("router_bias", "router_scale", "scoring", "sliding_window", "swiglu"),
+)
 
 _ROUTERS = ("router", "routers")  # sections, of CPUs one a layer
 
@@ -362,9 +365,10 @@ class CudaLayout:
             return slice(None)
         if part == "sinks":
             return slice(rank * self.heads.q_heads, (rank + 1) * self.heads.q_heads)
-        if part in ("q", "q_bias"):
+        of_projection = self.spec.qk_norm_over == "projection"
+        if part in ("q", "q_bias") or (part == "q_norm" and of_projection):
             return slice(rank * self.q_rows, (rank + 1) * self.q_rows)
-        if part in ("k", "v", "k_bias", "v_bias"):
+        if part in ("k", "v", "k_bias", "v_bias") or (part == "k_norm" and of_projection):
             first = self.heads.first_kv_head(rank) * self.spec.head_dim
             return slice(first, first + self.kv_rows)
         share = {"o": self.hidden_rows, **dict.fromkeys(("gate", "up", "gate_bias", "up_bias"), self.inner_rows)}

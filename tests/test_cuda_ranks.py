@@ -12,7 +12,7 @@ import kernels
 import numpy as np
 import pytest
 from cuda_models import cuda_layout, small_spec
-from test_cuda_emulated import LIMITS, PROMPT, TWO_LAYERS
+from test_cuda_emulated import LIMITS, PROMPT, SIGMOID, TWO_LAYERS
 
 from mkpack import abi
 from mkpack.layout_cuda import CudaLayout
@@ -46,6 +46,7 @@ FAMILIES = {
             moe={"router_bias": True, "expert_bias": True, "swiglu": SwigluSpec(alpha=1.702, limit=0.7, up_offset=1.0)},
         )
     ),
+    "MiniMax-M2": cuda_layout(SIGMOID),
 }
 
 

@@ -274,7 +274,10 @@ def test_a_rank_holds_its_share():
 def test_a_feature_that_is_new_to_the_kernel_is_refused_with_ranks():
     """Nothing but what is listed goes with several ranks, whatever one rank can do."""
     spec = small_spec()
-    taken = {"attention_sinks", "expert_bias", "router_bias", "sliding_window", "swiglu"}
+    taken = {
+        *("attention_sinks", "choice_bias", "expert_bias", "norm_topk_eps", "qk_norm_over", "routed_scaling_factor"),
+        *("router_bias", "router_scale", "scoring", "sliding_window", "swiglu"),
+    }
     for part, prefix in ((spec, ""), (spec.moe, "moe "), (spec.layers[0], "")):
         for name, field in type(part).model_fields.items():
             if field.is_required() or name in taken:

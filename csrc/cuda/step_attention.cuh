@@ -319,21 +319,23 @@ __device__ __forceinline__ void merge_shares(const StepBlock& b, float* out, flo
 }
 
 // 1/rms of every token's q and k over all heads, by one warp a token; a team_sync must follow. Shares of row units add up to
-// those of heads, and these in the order of the heads.
+// those of heads, and these in the order of the heads. Of a KV head that several ranks have the first one's are taken.
 __device__ __forceinline__ void load_qk_rms(const StepBlock& b) {
   if (b.warp >= b.tokens()) return;
   constexpr int kPerHead = kHeadDim / kPageRows;
 #pragma unroll 1
   for (int keys = 0; keys < 2; keys++) {
-    const float* squares = b.qk_squares() + b.warp * kQkUnits + (keys ? kQRows / kPageRows : 0);
-    const int heads = keys ? kKvHeads : kHeads;
+    const float* squares = b.qk_squares() + b.warp * kModelQkUnits + (keys ? kQRows / kPageRows : 0);
+    const int heads = keys ? kModelKvHeads : kRanks * kHeads;
     float all = 0;
 #pragma unroll 1
     for (int first = 0; first < heads; first += 32) {
       float sum = 0;
-      if (first + b.lane() < heads)
+      if (first + b.lane() < heads) {
+        const int head = first + b.lane(), rank = head * kRanks / heads, held = head % (keys ? kKvHeads : kHeads);
 #pragma unroll
-        for (int i = 0; i < kPerHead; i++) sum += __ldcg(squares + (first + b.lane()) * kPerHead + i);
+        for (int i = 0; i < kPerHead; i++) sum += __ldcg(squares + rank * kQkUnits + held * kPerHead + i);
+      }
 #pragma unroll 4
       for (int i = 0; i < min(32, heads - first); i++) all += __shfl_sync(~0u, sum, i);
     }

@@ -96,6 +96,7 @@ constexpr int kDownPack = kDownFit > 3 ? 4 : kDownFit > 1 ? 2 : 1, kDownSplit = 
 constexpr int kDownCopies = kDownPages * kDownSplit;  // partial sums of a down product
 constexpr int kDenseChunk = 8;                        // row units between two reductions
 constexpr int kQkUnits = (kQRows + kKvRows) / kPageRows;  // row units of q and k
+constexpr int kModelQkUnits = kRanks * kQkUnits;          // of all ranks, of which several may have the same of k
 constexpr int kQStride = kHeadDim + 8, kXStride = kExpertHidden + 8;
 // What orders a sum depends on the model and the whole device, not on the number of ranks.
 constexpr int kDeviceSplits = kDeviceGrid / kModelKvHeads;
@@ -114,7 +115,7 @@ constexpr size_t kBranchSquaresAt = (size_t)kMaxTokens * kSquaresStride;
 constexpr size_t kNarrowSquaresAt = kBranchSquaresAt + (kSandwich ? (size_t)kMaxTokens * kGrid : 0);
 constexpr size_t kPairSquaresAt = kNarrowSquaresAt + (kNarrow ? (size_t)kMaxTokens * kGrid : 0);
 constexpr size_t kQkSquaresAt = kPairSquaresAt + (kNarrow ? (size_t)kMaxTokens * kTopK * kGrid : 0);
-constexpr size_t kSquaresSize = kQkSquaresAt + (kQkNormOverProjection ? (size_t)kMaxTokens * kQkUnits : 0);
+constexpr size_t kSquaresSize = kQkSquaresAt + (kQkNormOverProjection ? (size_t)kMaxTokens * kModelQkUnits : 0);
 constexpr int kSwigluSize = kMaxTokens * most(kTopK * kMoeIntermediate, kDenseIntermediate);
 
 // What a squad exchanges about a block of 16 rows and 32 positions in attention.
@@ -303,7 +304,8 @@ struct StepBlock {
   __device__ __forceinline__ float* pair_squares() const { return p.squares + kPairSquaresAt; }  // [kMaxTokens x kTopK][kGrid]
   // Of every expert the pairs that chose it, a bit each; the partial sums of gate/up come later.
   __device__ __forceinline__ uint32_t* masks() const { return (uint32_t*)s.pair_part; }
-  // Norms of q and k over all heads: of every token every row unit's share of the sum of squares, and 1/rms of q or of k.
+  // Norms of q and k over all heads: of every token every row unit's share of the sum of squares, rank after rank, and 1/rms of
+  // q or of k.
   __device__ __forceinline__ float* qk_squares() const { return p.squares + kQkSquaresAt; }
   __device__ __forceinline__ float* qk_rms(bool keys) const { return s.router_dot[keys]; }
   template <class T>

@@ -184,10 +184,14 @@ __device__ __forceinline__ void step_qkv(StepBlock& b, StepRing& ring) {
       if (unit < count && u0 + first + unit < kQkUnits && token < b.tokens()) {
         float sum = 0;
         for (int row = 0; row < kPageRows; row++) sum += *output_place<kTiles>(b, unit * kPageRows + row, token);
-        b.qk_squares()[token * kQkUnits + u0 + first + unit] = sum;
+        if constexpr (kRanks > 1)
+          put_qk_squares(b, token, u0 + first + unit, sum);
+        else
+          b.qk_squares()[token * kQkUnits + u0 + first + unit] = sum;
       }
     }
   });
+  if constexpr (kRanks > 1 && kQkNorm && kQkNormOverProjection) take_qk_squares(b);
   b.stamp(kPhaseQkv, 3);
   b.meet();
 }

@@ -17,7 +17,9 @@ constexpr int kImageOutSquares = kImageOut + kMaxTokens * kHidden / 2;          
 constexpr int kImageBest = kImageOutSquares + kMaxTokens * kModelUnits;          // [kBests] {logit, row} for the last token
 constexpr int kImageCancel = kImageBest + whole_vectors(2 * kBests);             // rank 0's: what the host says
 constexpr int kImageLogits = kImageCancel + 4;                                   // float32: [kModelHeadRows], of the last token
-constexpr int kImageWords = kImageLogits + kModelHeadRows;
+// Of norms of q and k over all heads, float32: [kMaxTokens][kModelQkUnits]
+constexpr int kImageQk = kImageLogits + kModelHeadRows, kQkWhole = kQkNorm && kQkNormOverProjection;
+constexpr int kImageWords = kImageQk + (kQkWhole ? whole_vectors(kMaxTokens * kModelQkUnits) : 0);
 constexpr int kReceiveWords = kRanks > 1 ? kExchangeCopies * kImageWords : 0;
 
 // Templates, so that kernels of one rank need not know the members that only several have.
@@ -83,6 +85,21 @@ __device__ __forceinline__ void embed_all(const Block& b, const int32_t* tokens)
       b.p.squares[b.tid * kSquaresStride + unit] = sum;
     }
   }
+}
+
+// Squares of a row unit of this rank's q and k.
+template <class Block>
+__device__ __forceinline__ void put_qk_squares(const Block& b, int token, int unit, float sum) {
+  const int at = token * kModelQkUnits + b.rank() * kQkUnits + unit;
+  b.qk_squares()[at] = sum;
+  exchange_of(b).put(kImageQk + at, __float_as_uint(sum));
+}
+template <class Block>
+__device__ __forceinline__ void take_qk_squares(const Block& b) {
+  begin_takes(b);
+  take_items<uint32_t>(
+      b, kImageQk, b.tokens() * kModelQkUnits, [](int i) { return i % kModelQkUnits / kQkUnits; },
+      [&](int i, uint32_t w) { b.qk_squares()[i] = __uint_as_float(w); });
 }
 
 // Two neighbouring dimensions of a head's attention.
