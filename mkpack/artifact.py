@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from mkpack.container import MAX_ENTRIES, ZipWriter, names_problems
 from mkpack.digest import Digester, Progress, Verification
-from mkpack.errors import InternalError, UserError, combine, nearest, os_errors
+from mkpack.errors import InternalError, UserError, combine, nearest, os_errors, size
 from mkpack.manifest import MANIFEST_NAME, Entry, Manifest, capped, shown
 from mkpack.platform import can_punch_holes, punch_hole
 from mkpack.store import FolderStore, Use, ZipStore, address
@@ -164,7 +164,7 @@ def open_artifact(path: Path | str, problems: list[str] | None = None) -> Artifa
         try:
             mode = path.stat().st_mode
         except (FileNotFoundError, NotADirectoryError) as e:
-            raise UserError(f"{path}: no such file or folder") from e
+            raise UserError(f"{path}: no such file or folder{_may_be_a_repo(path)}") from e
         except ValueError as e:  # a null byte
             raise UserError(f"{ascii(str(path))}: not a path") from e
         if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
@@ -178,6 +178,13 @@ def open_artifact(path: Path | str, problems: list[str] | None = None) -> Artifa
         except BaseException:
             store.close()
             raise
+
+
+def _may_be_a_repo(path: Path) -> str:
+    """What to do for who gave a repo's name to a command that takes files only."""
+    if path.is_absolute() or len(path.parts) != 2 or path.suffix == ".mkpack" or path.parent.is_dir():
+        return ""
+    return f"; if it is a repo on the hub: mkpack pull {path} downloads and checks it; name the folder that it tells"
 
 
 def _checked(path: Path, store: ZipStore | FolderStore, problems: list[str] | None) -> Artifact:
@@ -262,11 +269,11 @@ def _write_zip(
 ) -> Manifest:
     digests: dict[str, Entry] = {}
     done, total = 0, sum(sizes)
-    for (name, source), size in zip(entries, sizes, strict=True):
-        digester = Digester(size)
-        writer.add(name, size, digester.through(_blocks(source)))
+    for (name, source), nbytes in zip(entries, sizes, strict=True):
+        digester = Digester(nbytes)
+        writer.add(name, nbytes, digester.through(_blocks(source)))
         digests[name] = digester.entry()
-        done += size
+        done += nbytes
         if progress:
             progress(done, total)
     manifest = make_manifest(dict(digests))
@@ -401,7 +408,7 @@ def _check_space(path: Path, needed: int) -> None:
     free = shutil.disk_usage(path.parent).free
     if free < needed:
         raise UserError(
-            f"{path}: needs {needed / 1e9:.2f} GB of disk, {free / 1e9:.2f} GB are free in "
+            f"{path}: needs {size(needed)} of disk, {size(free)} are free in "
             f"{path.parent}; free some or choose another folder"
         )
 

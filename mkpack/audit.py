@@ -17,7 +17,7 @@ from typing import Any
 
 from mkpack import payload, plan, prequantised, schedule, text_tokens
 from mkpack.checkpoint import INDEX, Checkpoint
-from mkpack.errors import UserError
+from mkpack.errors import UserError, size, some
 from mkpack.layout import Layout
 from mkpack.models import model_spec
 from mkpack.prequantised import Stored
@@ -92,7 +92,8 @@ def audit(folder: Path, progress: Callable[[Iterable[Any], str], Iterable[Any]] 
     """
     found = Audit(str(folder))
     if not folder.is_dir():
-        raise UserError(f"checkpoint {folder}: no such folder")
+        what = "is a file" if folder.exists() else "no such folder"
+        raise UserError(f"checkpoint {folder}: {what}; expected a folder here, in the Hugging Face format")
     try:
         checkpoint = Checkpoint.open(folder)
     except UserError as e:
@@ -267,7 +268,7 @@ def _sizes(found: Audit, checkpoint: Checkpoint, spec: ModelSpec, roles: list[Te
             schemes.setdefault(role.precision or "", set()).add(stored.scheme)
             if role.name.endswith(".router"):
                 routers.add(stored.weight.dtype)
-    precision: dict[str, Format] = Quantise().model_dump(exclude={"down_input"})
+    precision: dict[str, Format] = Quantise().model_dump(exclude={"algorithm", "down_input"})
     for key in precision.keys() & schemes.keys() - {"experts"}:
         if schemes[key] <= {"nvfp4", "mxfp4"}:
             precision[key] = "nvfp4"
@@ -308,11 +309,12 @@ def show(found: Audit) -> None:
         console.print()
 
     console.print(f"{found.checkpoint}: {found.family or 'of no family that could be read'}")
-    amounts = (f"{a.tensors:,} {dtype} ({_size(a.nbytes)})" for dtype, a in sorted(found.dtypes.items()))
-    console.print(", ".join(amounts) + "\n")
+    amounts = (f"{a.tensors:,} {dtype} ({size(a.nbytes)})" for dtype, a in sorted(found.dtypes.items()))
+    if found.dtypes:
+        console.print(", ".join(amounts) + "\n")
     if found.parts:
         rows = [
-            (p.part, p.stored, p.dtype, " x ".join(map(str, p.shape)), f"{p.tensors:,}", _size(p.nbytes))
+            (p.part, p.stored, p.dtype, " x ".join(map(str, p.shape)), f"{p.tensors:,}", size(p.nbytes))
             for p in found.parts
         ]
         table(*rows, head=("part", "stored", "dtype", "shape", "tensors", "bytes"))
@@ -337,11 +339,11 @@ def show(found: Audit) -> None:
     for kind, dtypes in found.routers.items():
         console.print(f"{kind}: {', '.join(dtypes)}")
     for pattern, amount in found.unused.items():
-        console.print(f"not part of the model: {pattern} ({amount.tensors:,}, {_size(amount.nbytes)})")
+        console.print(f"not part of the model: {pattern} ({amount.tensors:,}, {size(amount.nbytes)})")
     for names in found.duplicates:
-        console.print(f"equal bytes: {', '.join(names)}")
+        console.print(f"equal bytes: {some(names)}")
     if found.artifact_bytes is not None and found.bytes_per_token is not None:
-        console.print(f"artifact: {_size(found.artifact_bytes)}, {_size(found.bytes_per_token)} read per token, with")
+        console.print(f"artifact: {size(found.artifact_bytes)}, {size(found.bytes_per_token)} read per token, with")
         console.print("  " + ", ".join(f"{key} {fmt}" for key, fmt in found.precision.items()))
     for note in found.notes:
         console.print(f"note: {note}", style="yellow")
@@ -357,10 +359,3 @@ _NUMBERS = {"tensors", "bytes", "count", "zero", "subnormal", "negative", "Inf",
 def _counts(r: Range) -> tuple[str, ...]:
     ends = f"{r.least:.3g} to {r.most:.3g}" if r.most else ""
     return (*(f"{n:,}" for n in (r.count, r.zero, r.subnormal, r.negative, r.inf, r.nan)), ends)
-
-
-def _size(nbytes: float) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= size:
-            return f"{nbytes / size:,.1f} {unit}"
-    return f"{nbytes:.0f} B"

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mkpack.errors import UserError, nearest, some
+from mkpack.errors import UserError, nearest, some, unreadable
 from mkpack.formats import E2M1_MAX
 from mkpack.forward import Forward, Load
 from mkpack.quantize import MIN_SCALE2, NVFP4_MAX
@@ -208,7 +208,7 @@ def _of_file(path: Path) -> Iterator[str | list[dict[str, Any]]]:
                 if line.strip():
                     yield _of_line(f"{path}:{number}", line)
     except (OSError, UnicodeDecodeError) as e:
-        raise UserError(f"{path}: cannot be read as UTF-8 text: {e}") from e
+        raise UserError(f"{path}: cannot be read: {unreadable(e)}") from e
 
 
 def _of_line(where: str, line: str) -> str | list[dict[str, Any]]:

@@ -61,7 +61,7 @@ def calibrated(
             f"and take the maxima of their layers: {some(few)}"
         )
         if strict:
-            raise UserError(f"{text}; more tokens or other data (calibrate in the recipe) may reach them")
+            raise UserError(f"{text}; --strict refuses that: give more tokens or other data (calibrate in the recipe)")
         if console:
             console.print(f"note      {text}; report.json lists them", **PLAIN)
     return found
@@ -91,7 +91,7 @@ def down_input_report(todo: Plan) -> dict[str, str]:
 
 
 def _tracked(console: Console | None) -> Callable[[Iterable[int]], Iterable[int]]:
-    if console is None:
+    if console is None or not console.is_terminal:
         return iter
     from rich.progress import track
 

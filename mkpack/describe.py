@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mkpack.artifact import open_artifact
-from mkpack.errors import visible
+from mkpack.errors import size, visible
 from mkpack.manifest import Entry, LayoutName, Manifest
 from mkpack.repo import located
 from mkpack.spec import ModelSpec
@@ -50,7 +50,7 @@ def check(path: Path) -> Iterator[tuple[bool, str]]:
             if any(problem.startswith(f"{name}: ") for problem in problems):
                 continue
             damage = artifact.verify([name], full=True)
-            yield bool(damage), f"damaged  {damage[0]}" if damage else f"OK       {name}  {_size(entry.size)}"
+            yield bool(damage), f"damaged  {damage[0]}" if damage else f"OK       {name}  {size(entry.size)}"
 
 
 def bytes_by_kind(manifest: Manifest) -> dict[LayoutName, dict[str, int]]:
@@ -85,14 +85,14 @@ def _lines(m: Manifest, tensors: bool) -> Iterator[str]:
         (target, kernel.path, kernel.compiler, _requires(kernel.requires)) for target, kernel in m.kernels.items()
     )
     yield from ("", "weights:")
-    yield from _table((f"{w.layout}, rank {w.rank} of {m.tp}", w.path, _size(w.nbytes)) for w in m.weights)
+    yield from _table((f"{w.layout}, rank {w.rank} of {m.tp}", w.path, size(w.nbytes)) for w in m.weights)
     for layout, sizes in bytes_by_kind(m).items():
         yield from ("", f"bytes of a rank's {layout} weights by kind:")
         total = sum(sizes.values()) or 1
         ordered = sorted(sizes.items(), key=lambda item: -item[1])
-        yield from _table((kind, _size(size), f"{size / total:.1%}") for kind, size in ordered)
+        yield from _table((kind, size(nbytes), f"{nbytes / total:.1%}") for kind, nbytes in ordered)
     yield from ("", "entries:")
-    yield from _table((name, _size(entry.size), "sha256 " + entry.sha256) for name, entry in _sorted(m.entries))
+    yield from _table((name, size(entry.size), "sha256 " + entry.sha256) for name, entry in _sorted(m.entries))
     for layout, sections in m.sections.items() if tensors else ():
         yield from ("", f"{layout} sections (offset, bytes, format, rows x columns, tensors):")
         yield from _table(
@@ -171,10 +171,3 @@ def _sorted(entries: dict[str, Entry]) -> list[tuple[str, Entry]]:
 
 def _few(names: Sequence[str]) -> str:
     return " ".join(names) if len(names) <= 4 else f"{' '.join(names[:2])} ... {names[-1]} ({len(names)})"
-
-
-def _size(count: int) -> str:
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= scale:
-            return f"{count / scale:.1f} {unit}"
-    return f"{count} B"

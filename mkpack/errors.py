@@ -33,13 +33,28 @@ def some(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + more
 
 
+def size(nbytes: float) -> str:
+    """A number of bytes for a reader: "12.3 MB"."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:,.1f} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def unreadable(error: OSError | UnicodeDecodeError) -> str:
+    """Why a text file cannot be read, for a message that names the file already."""
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    return f"not UTF-8 text (byte {error.object[error.start]:#04x} at offset {error.start})"
+
+
 @contextlib.contextmanager
 def os_errors(doing: str) -> Iterator[None]:
     """OSErrors inside become one UserError: "cannot {doing}: ...", with what to do when the disk is full."""
     try:
         yield
     except OSError as e:
-        where = f" ({e.filename})" if e.filename else ""
+        where = f" ({e.filename})" if e.filename and str(e.filename) not in doing else ""
         full = e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         hint = "; free some disk space or choose another folder" if full else ""
         raise UserError(f"cannot {doing}: {e.strerror or e}{where}{hint}") from e

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from mkpack import graph_gpu, schedule
-from mkpack.errors import UserError, os_errors
+from mkpack.errors import UserError, os_errors, size
 from mkpack.layout import Layout, layout_of
 from mkpack.layout_cuda import GRID, CudaLayout, cuda_layout_of
 from mkpack.manifest import LayoutName
@@ -315,10 +315,3 @@ def ranges(numbers: Sequence[int]) -> str:
 
 def plural(n: int, word: str) -> str:
     return f"{n} {word}{'' if n == 1 else 's'}"
-
-
-def size(count: float) -> str:
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= scale:
-            return f"{count / scale:.1f} {unit}"
-    return f"{count:.0f} B"

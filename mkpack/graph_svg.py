@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 from xml.sax.saxutils import escape, quoteattr
 
-from mkpack.graph import items, kind, plural, ranges, size, step_sizes, wait, worker_of
+from mkpack.errors import size
+from mkpack.graph import items, kind, plural, ranges, step_sizes, wait, worker_of
 from mkpack.schedule import Buffer, Phase, Schedule, phase_bytes
 
 if TYPE_CHECKING:

@@ -140,7 +140,10 @@ class NativeModel:
     def _need(self, function: str, without: str) -> None:
         """UserError when the kernel lacks an optional function of the ABI; `without`: what it then does."""
         if not hasattr(self._library.lib, function):
-            raise UserError(f"this kernel {without}: it is for a CPU or was built by an older mkpack; build it again")
+            raise UserError(
+                f"this kernel {without}: it is for a CPU or was built by an older mkpack; build the artifact "
+                "again, for a GPU target"
+            )
 
     def length(self) -> int:
         handle = self._ready()
@@ -182,7 +185,7 @@ class NativeModel:
         """mk_trace: names of the rows, and int64 [steps, layers, rows, sms, 4]."""
         import numpy as np
 
-        self._need("mk_trace", "keeps no times")
+        self._need("mk_trace", "keeps no times (mkpack build --trace)")
         handle, ids, shape = self._ready(), (ctypes.c_int32 * len(tokens))(*tokens), abi.TraceShape()
         call = self._library.lib.mk_trace
         self._check(call(handle, ids, len(tokens), steps, None, ctypes.byref(shape)), "tracing")

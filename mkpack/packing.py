@@ -19,6 +19,7 @@ from mkpack import platform, quantize
 from mkpack.blobfile import Seal
 from mkpack.checkpoint import Checkpoint
 from mkpack.dummy import Dummy
+from mkpack.errors import size
 from mkpack.formats import QTensor
 from mkpack.journal import Journal
 from mkpack.layout import Layout
@@ -92,7 +93,7 @@ def pack(
         source = sum(todo.source_bytes(group) for group in groups(todo.roles) if _name(group) not in done)
         seconds = time.monotonic() - start
         console.print(
-            f"packed    {todo.artifact_bytes / 1e6:.1f} MB of weights, from {source / 1e9:.2f} GB of source in "
+            f"packed    {size(todo.artifact_bytes)} of weights, from {size(source)} of source in "
             f"{seconds:.1f} s ({source / 1e6 / seconds:.0f} MB/s)",
             **PLAIN,
         )
@@ -267,7 +268,7 @@ def _progress(
     todo: Plan, chosen: list[list[TensorRole]], done: Collection[str], console: Console | None
 ) -> Iterator[Callable[[list[TensorRole]], None]]:
     """A bar with bytes of the source, how many a second, and the time left; what is yielded moves it by a group."""
-    if console is None:
+    if console is None or not console.is_terminal:
         yield lambda group: None
         return
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn

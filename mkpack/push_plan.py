@@ -20,8 +20,6 @@ from mkpack.hub_client import Listing, RemoteFile
 from mkpack.manifest import MANIFEST_NAME, SIGNATURE_NAME, Manifest, capped, to_text
 from mkpack.repo import BENCH, CARD, RepoFile, files
 
-_SMALL = 1 << 20  # bytes; what is smaller is handed to the client as it is
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -90,7 +88,7 @@ class Remote:
 
 def make_plan(
     artifact: Artifact, name: str, branch: str, remote: Remote, private: bool, replace: bool, bench: Sequence[Path]
-) -> tuple[Plan, dict[str, bytes | Reader]]:
+) -> tuple[Plan, dict[str, Reader]]:
     """What a push of `artifact` does to the repo `name`, and the content of each file to upload as the client takes it.
 
     UserError: the repo holds another artifact and `replace` is not given, or has not what its manifest says; it is not
@@ -112,7 +110,7 @@ def make_plan(
     given = [card.read_bench_file(file) for file in bench]
     card.check_benches(manifest, given)
 
-    contents: dict[str, Any] = {}
+    contents: dict[str, Reader] = {}
     sizes: dict[str, int] = {}
     kept: dict[str, int] = {}
     absent: list[str] = []
@@ -121,7 +119,7 @@ def make_plan(
         if _same(remote.files.get(path), data):
             kept[path] = len(data)
         else:
-            contents[path], sizes[path] = data, len(data)
+            contents[path], sizes[path] = Reader(memoryview(data)), len(data)
 
     for file in files(manifest, manifest.entries):
         ours = new.entries.get(file.entry) == manifest.entries[file.entry]
@@ -131,7 +129,7 @@ def make_plan(
             absent.append(f"{file.path} is not in the repo as its manifest says, and is no file of this artifact")
         else:
             piece = artifact.map(file.entry)[file.start : file.end] if file.size else memoryview(b"")
-            contents[file.path] = bytes(piece) if file.size < _SMALL else Reader(piece)
+            contents[file.path] = Reader(piece)
             sizes[file.path] = file.size
     if absent:
         title = f"{name} is not complete (push --replace puts this artifact alone in its place)"
@@ -254,7 +252,8 @@ def _digest(data: bytes | memoryview) -> str:
 class Reader(io.BufferedIOBase):
     """A file to read from over memory, which is not copied: the client reads it in blocks, some of them again.
 
-    Every thread has a place of its own: of two files with the same content the client takes one for both uploads.
+    All content goes as one, small files too: of bytes alone the client would make an upload by Xet, which not every hub
+    has. Every thread has a place of its own: of two files with the same content the client takes one for both uploads.
     """
 
     def __init__(self, data: memoryview) -> None:

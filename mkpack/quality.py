@@ -10,7 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mkpack.errors import UserError
+from mkpack.errors import UserError, unreadable
 from mkpack.text import Text
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def read_text(path: Path | None) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
-        raise UserError(f"quality text {path}: cannot be read as UTF-8 text: {e}") from e
+        raise UserError(f"{path}: cannot be read: {unreadable(e)}") from e
 
 
 def tokens_of(text: str, tokenizer: Text, limit: int, context: int) -> list[int]:

@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mkpack.errors import UserError, visible
+from mkpack.errors import UserError, unreadable, visible
 
 if TYPE_CHECKING:
     from mkpack.generation import Generation, Result
     from mkpack.model import Model
 
 _HELP = "/exit (or Ctrl-D) leaves, /reset forgets the conversation, /stats tells the speed of the last answer"
+_WAYS = "give --prompt TEXT or --prompt-file FILE, pipe a text in, or run it on a terminal to talk"
 _STOPS = {
     "stop": "stop token",
     "length": "max_new_tokens reached, or the context is full",
@@ -57,10 +58,10 @@ def find_prompt(prompt: str | None, prompt_file: str | None) -> str | None:
         try:
             data = Path(prompt_file).read_bytes()
         except OSError as error:
-            raise UserError(f"--prompt-file {prompt_file}: {error.strerror}") from error
+            raise UserError(f"--prompt-file {prompt_file}: {unreadable(error)}") from error
         return _from_bytes(data, f"--prompt-file {prompt_file}")
     if sys.stdin is None:  # closed by whoever started this process
-        raise UserError("no prompt: give --prompt or --prompt-file; standard input is closed")
+        raise UserError(f"no prompt: standard input is closed; {_WAYS}")
     if prompt_file is None and sys.stdin.isatty():
         return None
     return _from_bytes(sys.stdin.buffer.read(), "standard input")
@@ -70,13 +71,13 @@ def _from_bytes(data: bytes, where: str) -> str:
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise UserError(f"{where}: not UTF-8 text (byte {data[error.start]:#04x} at offset {error.start})") from error
+        raise UserError(f"{where}: {unreadable(error)}") from error
     return _not_empty(text.removesuffix("\n"), where)
 
 
 def _not_empty(text: str, where: str) -> str:
     if not text:
-        raise UserError(f"{where}: the prompt is empty")
+        raise UserError(f"{where}: the prompt is empty; {_WAYS}")
     return text
 
 

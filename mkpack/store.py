@@ -71,7 +71,8 @@ class FolderStore:
         self._maps: dict[str, mmap.mmap] = {}
         self._seen = 0
         if not os.path.lexists(path / MANIFEST_NAME):
-            raise UserError(f"a folder without {MANIFEST_NAME}")
+            source = "; it is a checkpoint: name it in a recipe and build that" * (path / "config.json").is_file()
+            raise UserError(f"a folder without {MANIFEST_NAME}{source}")
         self._scan(path, "")
         self.problems += names_problems(self.sizes)
 

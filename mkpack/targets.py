@@ -45,7 +45,7 @@ def checked_targets(
         refuse(
             "limits.context",
             f"{recipe.limits.context} positions, but the model has "
-            f"max_position_embeddings {spec.max_position_embeddings}; lower limits.context",
+            f"max_position_embeddings {spec.max_position_embeddings}; set limits.context to at most that",
         )
     if (tp := recipe.parallel.tp) % (per := recipe.parallel.per_device):
         fits = ", ".join(str(n) for n in range(1, tp + 1) if tp % n == 0)

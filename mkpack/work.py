@@ -12,7 +12,7 @@ from pathlib import Path
 
 from mkpack import journal, platform
 from mkpack.calibration_step import KEPT
-from mkpack.errors import UserError
+from mkpack.errors import UserError, size
 from mkpack.plan import Plan
 
 
@@ -25,7 +25,7 @@ def check_disk(todo: Plan, path: Path, keep_work: bool, unfinished: Iterable[Pat
         needed += todo.artifact_bytes
     if free < needed:
         raise UserError(
-            f"{path}: building needs {needed / 1e9:.2f} GB of disk, {free / 1e9:.2f} GB are free; "
+            f"{path}: building needs {size(needed)} of disk, {size(free)} are free; "
             "free some or choose another folder with --output"
         )
 

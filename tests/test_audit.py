@@ -62,6 +62,7 @@ def test_a_checkpoint_that_is_not_quantised(plain, capsys):
     text = printed(found, capsys)
     for said in ("qwen3_moe", "experts.gate", "64 x 64", "router: BF16", "read per token", "nothing would be refused"):
         assert said in text
+    assert "algorithm" not in found.precision
 
 
 @pytest.mark.parametrize("family", families.PLAIN)
@@ -243,10 +244,11 @@ def test_a_tokenizer(plain, tmp_path):
         ("model.safetensors", "no", "truncated"),
     ],
 )
-def test_what_cannot_be_read_is_refused(plain, tmp_path, name, text, said):
+def test_what_cannot_be_read_is_refused(plain, tmp_path, capsys, name, text, said):
     folder = quantised.write(plain, tmp_path / "q", families.checkpoint_tensors(plain))
     (folder / name).write_text(text)
     found = audit(folder)
+    assert "\n\n\n" not in printed(found, capsys)
     assert found.exit_code == 1 and len(found.refused) == 1 and said in found.refused[0] and found.family is None
     assert json.loads(found.to_json())["refused"] == found.refused
 
@@ -266,7 +268,9 @@ def test_the_command(compressed, tmp_path):
     done = mkpack(str(compressed))
     assert done.returncode == 1 and 'refused: "lm_head.weight" is missing' in done.stdout
     done = mkpack(str(tmp_path / "absent"))
-    assert done.returncode == 2 and "no such folder" in done.stderr
+    assert done.returncode == 2 and "no such folder; expected a folder here" in done.stderr
+    done = mkpack(str(compressed / "config.json"))
+    assert done.returncode == 2 and "config.json: is a file; expected a folder" in done.stderr
 
 
 def test_memory_is_that_of_a_tensors_scales(tmp_path, plain):

@@ -294,7 +294,7 @@ def test_a_full_disk_is_said_before_the_work(stub, recipe, out, monkeypatch):
     monkeypatch.setattr(platform, "free_disk", lambda path: 1000)
     monkeypatch.setattr(builder, "compile_kernels", None)
     text = refusal(recipe, out)
-    assert "GB of disk" in text and "0.00 GB are free" in text and "--output" in text
+    assert "B of disk, 1.0 kB are free" in text and "--output" in text
 
 
 def test_a_disk_that_fills_up_ends_in_one_line(stub, recipe, out):

@@ -75,7 +75,7 @@ def test_a_full_disk_is_said_before_the_hashing(stub, recipe, out, monkeypatch):
     assert build(recipe, output=out) == path  # up to date: nothing is needed
     monkeypatch.setattr(Checkpoint, "digests", None)
     path.unlink()
-    assert "0.00 GB are free" in refusal(recipe, out)
+    assert "1.0 kB are free" in refusal(recipe, out)
 
 
 # -- places --------------------------------------------------------------------------------------------------------

@@ -243,7 +243,8 @@ def test_a_build_records_scales_and_lists_experts_with_few_tokens(tmp_path, monk
     keys: dict[str, Any] = {"quantise": {"experts": "bf16"}, "calibrate": {"data": "a.txt", "min_tokens": 5}}
     recipe = builds.write_recipe(tmp_path / "recipe.yaml", checkpoint, **keys)
     with pytest.raises(
-        UserError, match=r"8 experts saw fewer than 5 of the 3 tokens.*layers.0.experts.0.*calibrate in the"
+        UserError,
+        match=r"8 experts saw fewer than 5 of the 3 tokens.*layers.0.experts.0.*--strict refuses that.*calibrate in the",
     ):
         build(recipe, output=tmp_path, strict=True)
     from rich.console import Console
@@ -251,6 +252,7 @@ def test_a_build_records_scales_and_lists_experts_with_few_tokens(tmp_path, monk
     path = build(recipe, output=tmp_path, console=Console(stderr=True, width=300))
     told = capsys.readouterr().err
     assert "8 experts saw fewer than 5" in told and "change no result" in told
+    assert "\n\n" not in told, "a bar that nobody sees leaves no empty line"
     with open_artifact(path) as artifact:
         report, quality = json.loads(artifact.read("report.json")), artifact.manifest.quality
     assert report["calibration"]["tokens"] == 3 and len(report["calibration"]["experts_with_few_tokens"]) == 8

@@ -181,6 +181,9 @@ def test_not_an_artifact(tmp_path: Path) -> None:
     refused(tmp_path / "fifo", "neither a file nor a folder")
     (tmp_path / "folder").mkdir()
     refused(tmp_path / "folder", "a folder without manifest.json")
+    (tmp_path / "folder" / "config.json").write_text("{}")
+    refused(tmp_path / "folder", "it is a checkpoint: name it in a recipe and build that")
+    refused(Path("org/name"), "no such file or folder; if it is a repo on the hub: mkpack pull org/name downloads")
     with pytest.raises(UserError, match="not a path"):
         open_artifact("a\0b")
 

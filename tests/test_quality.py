@@ -94,7 +94,7 @@ def test_the_text_is_read_and_cut(tmp_path):
     with pytest.raises(UserError, match="has 1 tokens; at least 2"):
         tokens_of("", tokenizer, 1000, 1000)
     (tmp_path / "text.txt").write_bytes(b"\xff\xfe")
-    with pytest.raises(UserError, match="text.txt: cannot be read as UTF-8"):
+    with pytest.raises(UserError, match=r"text.txt: cannot be read: not UTF-8 text \(byte 0xff at offset 0\)"):
         read_text(tmp_path / "text.txt")
 
 

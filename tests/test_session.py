@@ -81,9 +81,9 @@ def test_prompt_from_a_file_or_standard_input(call: Any, tmp_path: Path) -> None
     ("arguments", "stdin", "text"),
     [
         (["-p", "a", "--prompt-file", "b"], b"", "both --prompt and --prompt-file"),
-        (["-p", ""], b"", "--prompt: the prompt is empty"),
+        (["-p", ""], b"", "--prompt: the prompt is empty; give --prompt TEXT or --prompt-file FILE, pipe"),
         (["--prompt-file", "absent.txt"], b"", "--prompt-file absent.txt: No such file or directory"),
-        ([], b"", "standard input: the prompt is empty"),
+        ([], b"", "standard input: the prompt is empty; give --prompt TEXT"),
         ([], b"caf\xe9", "standard input: not UTF-8 text (byte 0xe9 at offset 3)"),
         (["-p", "a", "--greedy", "--temperature", "1"], b"", "contradict each other"),
         (["-p", "a", "--raw", "--system", "x"], b"", "--system is a message of the chat template"),

@@ -87,7 +87,7 @@ class Client:
             k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING")) and "proxy" not in k.lower()
         }
         settings = {
-            "HF_HOME": str(self.home / "hf"), "HF_ENDPOINT": self._hub.url, "HF_HUB_DISABLE_XET": "1",
+            "HF_HOME": str(self.home / "hf"), "HF_ENDPOINT": self._hub.url,
             "HF_HUB_DISABLE_TELEMETRY": "1", "PYTHONPATH": str(ROOT), "XDG_CONFIG_HOME": str(self.home / "config"),
         }  # fmt: skip
         return inherited | settings | self.env
