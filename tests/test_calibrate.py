@@ -244,7 +244,7 @@ def test_a_build_records_scales_and_lists_experts_with_few_tokens(tmp_path, monk
     recipe = builds.write_recipe(tmp_path / "recipe.yaml", checkpoint, **keys)
     with pytest.raises(
         UserError,
-        match=r"8 experts saw fewer than 5 of the 3 tokens.*layers.0.experts.0.*--strict refuses that.*calibrate in the",
+        match=r"8 experts saw fewer than 5 of the 3 tokens.*--strict refuses that.*calibrate in the",
     ):
         build(recipe, output=tmp_path, strict=True)
     from rich.console import Console

@@ -167,7 +167,9 @@ def test_a_closed_standard_output_is_no_crash(arguments: list[str]) -> None:
 def test_a_closed_standard_input_is_no_prompt() -> None:
     command = process("run", "a.mkpack", stderr=subprocess.PIPE, preexec_fn=lambda: os.close(0))
     _, err = command.communicate(timeout=PATIENCE_S)
-    assert command.returncode == 2 and err.startswith(b"mkpack: error: no prompt: give --prompt")
+    assert command.returncode == 2 and err.startswith(
+        b"mkpack: error: no prompt: standard input is closed; give --prompt"
+    )
 
 
 # -- the other commands ----------------------------------------------------------------------------------------------
