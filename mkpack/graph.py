@@ -196,6 +196,11 @@ def _lines(graph: Graph, layer: int | None) -> Iterator[str]:
         rows = [["phase", "items", "reads", "writes", "waits for"]]
         rows += [[p.name, items(p.items, s), _reads(p), _writes(s, p), _waits(p)] for p in chosen]
         yield from _table(rows)
+    if sent := _exchanges(s, [(title, p, times) for title, chosen, times in shown for p in chosen]):
+        total = sum(p.exchange.words for p in s.phases if p.exchange)
+        yield "\nexchanges of ranks with memory of their own: what a rank sends to each other after a phase"
+        yield f"  in all {total:,} words of 4 bytes ({size(4 * total)}) at most, in a step of {plural(most, 'token')}"
+        yield from _table(sent, right=4)
     head = [f"T={t}" for t in tokens] + [f"share T={t}" for t in tokens]
     rows = [["layers", "phase", "sections in streaming order", "stored", *head]]
     for title, chosen, times in shown:
@@ -216,6 +221,19 @@ def _lines(graph: Graph, layer: int | None) -> Iterator[str]:
         for title, table in graph_gpu.tables(s, s.machine, [p for _, chosen, _ in shown for p in chosen]):
             yield f"\n{title}"
             yield from _table(table)
+
+
+def _exchanges(s: Schedule, shown: Sequence[tuple[str, Phase, int]]) -> list[list[str]]:
+    """Rows of phases that an exchange follows, none where there is one rank."""
+    rows = [["layers", "after", "what", "to", "words a token", "bytes a token", f"bytes T={s.tokens_per_step}"]]
+    for title, p, times in shown:
+        if e := p.exchange:
+            name = title.removeprefix("layers ").removeprefix("layer ") if p.layer is not None else ""
+            to = "the first rank" if e.first else "every rank"
+            each = e.words / s.tokens_per_step
+            numbers = (f"{n:,.1f}".removesuffix(".0") for n in (each, 4 * each))
+            rows.append([name, p.name, " ".join(e.buffers), to, *numbers, size(times * 4 * e.words)])
+    return rows if len(rows) > 1 else []
 
 
 def worker_of(s: Schedule) -> str:

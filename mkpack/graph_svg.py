@@ -74,6 +74,8 @@ class _Picture:
             if self.s.kernel
             else f"{plural(self.s.tp, 'rank')} on {self.s.target}"
         )
+        if words := sum(p.exchange.words for p in self.phases if p.exchange):
+            where += f", each sending another {size(4 * words / self.s.tokens_per_step)} a token"
         target = f"{same}; {where}"
         yield _text(_MARGIN, 58, f"{target}; {size(stored)} of weights, {read}", 12, _SOFT)
 
@@ -95,6 +97,14 @@ class _Picture:
         for line in textwrap.wrap(" ".join(kind(n) for n in p.sections), chars)[:2]:
             y += 15
             yield _text(x + 8, y, line, 11, _SOFT)
+        if p.exchange:
+            nbytes = 4 * p.exchange.words / self.s.tokens_per_step
+            what, to = " ".join(p.exchange.buffers), "the first rank" if p.exchange.first else "every rank"
+            words = f"after {p.name} a rank sends its part of {what} to {to}: {nbytes:,.0f} bytes a token"
+            yield f"<g><title>{escape(words)}</title>"
+            for line, y in ((f"sends {size(nbytes)}", 15), ("a token", 28)):
+                yield _text(x + width / 2, _BOX_TOP + _BOX + y, line, 11, colour, "middle", bold=True)
+            yield "</g>"
         yield "</g>"
 
     def _syncs(self) -> Iterator[str]:

@@ -99,6 +99,22 @@ def test_bytes_and_shares_add_up(layout):
     assert sum(float(cell.rstrip("%")) for cell, _ in shares) == pytest.approx(100, abs=0.06 * len(shares))
 
 
+def test_exchanges_are_shown_where_there_are_several_ranks():
+    found = mixed()
+    table = rows(text := found.render(), "exchanges of ranks")
+    # 3 tiles of 16 channels on 2 ranks, of 2 chosen experts 2 tiles of 16; 4 bytes each, of 16 tokens and 2 layers
+    assert "0, 2 output x every rank 32 128 4.1 kB".split() in table
+    assert "0, 2 gate_up inner every rank 32 128 4.1 kB".split() in table
+    assert "head logits best_value best_token the first rank 48 192 3.1 kB".split() in table
+    sent = sum(p.exchange.words for p in found.schedule.phases if p.exchange)
+    assert f"in all {sent:,} words of 4 bytes" in text and len(table) == 2 + 3 * 4 + 2
+    titles = [t.text for t in ElementTree.fromstring(found.svg(2)).iter(f"{SVG}title")]
+    assert "after output a rank sends its part of x to every rank: 128 bytes a token" in titles
+    assert sum("a rank sends" in t for t in titles) == 4 and "each sending another 448 B a token" in found.svg(2)
+    alone = graph_of(Layout(found.schedule.spec, kernels.precision("nvfp4")))
+    assert "exchanges" not in alone.render() and "sends" not in alone.svg()
+
+
 def test_json_names_phases_buffers_and_barriers():
     document = json.loads(mixed().to_json(1))
     assert [p["key"] for p in document["phases"]] == [
