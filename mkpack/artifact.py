@@ -271,11 +271,9 @@ def _write_zip(
     done, total = 0, sum(sizes)
     for (name, source), nbytes in zip(entries, sizes, strict=True):
         digester = Digester(nbytes)
-        writer.add(name, nbytes, digester.through(_blocks(source)))
+        writer.add(name, nbytes, digester.through(_told(_blocks(source), done, total, progress)))
         digests[name] = digester.entry()
         done += nbytes
-        if progress:
-            progress(done, total)
     manifest = make_manifest(dict(digests))
     if manifest.entries != digests:
         raise InternalError("the manifest does not list exactly the entries that were written")
@@ -285,6 +283,15 @@ def _write_zip(
     writer.add(MANIFEST_NAME, len(data), [data])
     writer.finish()
     return manifest
+
+
+def _told(blocks: Iterable[bytes], done: int, total: int, progress: Progress | None) -> Iterator[bytes]:
+    """The blocks, with progress after each: the weights of a rank may be hundreds of GB."""
+    for block in blocks:
+        yield block
+        done += len(block)
+        if progress:
+            progress(done, total)
 
 
 def _size(source: Path | bytes | Given) -> int:

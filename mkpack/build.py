@@ -42,6 +42,7 @@ from mkpack.manifest import (
 from mkpack.native import Library, NativeModel
 from mkpack.packing import REFERENCE, Blobs, pack
 from mkpack.plan import Plan, QualityPlan, plan
+from mkpack.progress_bar import progress_bar
 from mkpack.recipe import load_recipe
 from mkpack.store import address
 from mkpack.targets import layout_name
@@ -49,6 +50,8 @@ from mkpack.work import check_disk, work_folder
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from mkpack.digest import Progress
 
 
 def build(
@@ -76,6 +79,7 @@ def build(
         if console:
             console.print(text, highlight=False, markup=False, soft_wrap=True)
 
+    shown = console is not None and console.is_terminal
     compiler = platform.compiler()
     if compiler is None:
         raise UserError(platform.no_compiler())
@@ -96,7 +100,8 @@ def build(
         clean_temporaries(path, keep=unfinished)
         if force or not path.exists():
             check_disk(todo, path, keep_work, unfinished)  # hashing the source may take long
-        digests = checkpoint.digests(expected=todo.sha256)
+        with progress_bar("hash", shown) as advance:
+            digests = checkpoint.digests(advance, todo.sha256)
         key = _build_key(todo, digests, producer, trace)
         mine = next((work for work in unfinished if journal.key_of(work) == key), None)
         clean_temporaries(path, keep=[mine] if mine else [])
@@ -134,7 +139,10 @@ def build(
                 of_max = report.get("relative_error_of_max")
                 note = f" (algorithm: max would give {of_max:.4f})" if of_max else ""
                 say(f"quality   relative error of the weights {report['relative_error']:.4f}{note}")
-            manifest = _publish(path, todo, limits, trace, digests, key, producer, blobs, compiled, report, keep_work)
+            with progress_bar("write", shown) as advance:
+                manifest = _publish(
+                    path, todo, limits, trace, digests, key, producer, blobs, compiled, report, keep_work, advance
+                )
     try:
         # Whoever compiled a kernel needs no one's word for it.
         trust.remember([manifest.entries[k.path].sha256 for k in manifest.kernels.values()], "built", manifest.name)
@@ -332,6 +340,7 @@ def _publish(
     compiled: dict[str, Kernel],
     report: dict[str, Any],
     keep_work: bool,
+    progress: Progress | None,
 ) -> Manifest:
     tokenizer = {f"tokenizer/{n}": p for n, p in todo.tokenizer_files().items()}
     weights = {f"weights/{p.name}": p if keep_work else Given(p) for paths in blobs.values() for p in paths}
@@ -378,7 +387,7 @@ def _publish(
             entries=found,
         )
 
-    return write_artifact(path, list(entries.items()), manifest)
+    return write_artifact(path, list(entries.items()), manifest, progress)
 
 
 def _summary(report: dict[str, Any]) -> dict[str, Any]:

@@ -166,6 +166,8 @@ def sequences_of(data: Path | None, text: Text, tokens: int, context: int) -> li
     found: list[list[int]] = []
     left, most = tokens, min(SEQUENCE, context)
     for document in _documents(data):
+        if not (document.strip() if isinstance(document, str) else document):
+            continue  # a tokenizer would still put its BOS before nothing
         ids = text.encode_raw(document) if isinstance(document, str) else text.encode_chat(document, False)
         for start in range(0, len(ids[:left]), most):
             found.append(ids[:left][start : start + most])

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
+    from mkpack.digest import Progress
     from mkpack.formats import Prequantised
 
 INDEX = "model.safetensors.index.json"
@@ -193,50 +194,73 @@ class Checkpoint:
     def read(self, name: str, part: SourcePart | None = None) -> torch.Tensor | Prequantised:
         """One tensor, or a part of it, in memory of its own: in the checkpoint's own dtype (float32, float16 or
         bfloat16) where it is not quantised, in float32 where its fp8 scales are of blocks."""
+        return self._read(name, part, self.read_bytes)
+
+    def read_together(self, roles: Iterable[TensorRole]) -> list[torch.Tensor | Prequantised]:
+        """What `read` gives for each role, with bytes that several of them are parts of (gate and up of a fused expert)
+        read once and, where they need no copy, in memory once."""
+        kept: dict[tuple[str, int], np.ndarray] = {}
+
+        def once(info: TensorInfo) -> np.ndarray:
+            place = info.file, info.offset
+            if place not in kept:
+                kept[place] = self.read_bytes(info)
+            return kept[place]
+
+        # Only parts: what a whole matrix is made of need not stay until its neighbour is read.
+        return [self._read(role.source, role.part, once if role.part else self.read_bytes) for role in roles]
+
+    def _read(
+        self, name: str, part: SourcePart | None, read: Callable[[TensorInfo], np.ndarray]
+    ) -> torch.Tensor | Prequantised:
         import torch
 
         stored = prequantised.find(name, self.tensors)
         if stored is not None and stored.scheme != "plain":
-            return prequantised.load(stored, self.read_bytes, fp8_block(self.config), part)
+            return prequantised.load(stored, read, fp8_block(self.config), part)
         # numpy has no bfloat16: its bits are viewed, which copies nothing.
-        data = torch.from_numpy(self.read_numpy(name, part))
+        data = torch.from_numpy(self._numpy(name, part, read))
         return data.view(torch.bfloat16) if self.tensors[name].dtype == "BF16" else data
 
     def read_numpy(self, name: str, part: SourcePart | None = None) -> np.ndarray:
         """One tensor, or a part of it, without torch: F32 as float32, F16 as float16, BF16 as its bits in uint16."""
+        return self._numpy(name, part, self.read_bytes)
+
+    def _numpy(self, name: str, part: SourcePart | None, read: Callable[[TensorInfo], np.ndarray]) -> np.ndarray:
         import numpy as np
 
         info = self._readable(name)
         dtype = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}[info.dtype]
         if part is None:
-            return self.read_bytes(info).view(dtype).reshape(info.shape)
+            return read(info).view(dtype).reshape(info.shape)
         one = info.entry(part.index)  # only the expert's bytes are read
-        return np.ascontiguousarray(part.of(self.read_bytes(one).view(dtype).reshape(one.shape)))
+        return np.ascontiguousarray(part.of(read(one).view(dtype).reshape(one.shape)))
 
     def aux_files(self) -> dict[str, Path]:
         """Tokenizer, chat template, generation defaults and licence files that are there, by name."""
         return _aux_files(self.folder)
 
-    def digests(
-        self, progress: Callable[[int], None] | None = None, expected: dict[str, str] | None = None
-    ) -> dict[str, str]:
+    def digests(self, progress: Progress | None = None, expected: dict[str, str] | None = None) -> dict[str, str]:
         """SHA-256 in hex of every file a build uses, by name, sorted.
 
-        `progress` is called with the number of bytes just read, by one thread at a time. `expected` holds digests
-        that are known from elsewhere (`hub.SourceSnapshot.sha256`); files that differ are refused.
+        `progress(done, total)` gets bytes, from one thread at a time. `expected` holds digests that are known from
+        elsewhere (`hub.SourceSnapshot.sha256`); files that differ are refused.
         """
         names = {"config.json", *self.shards, *self.aux_files()}
         names |= {name for name in (INDEX, HF_QUANT_CONFIG) if (self.folder / name).is_file()}
-        lock = threading.Lock()
+        lock, done = threading.Lock(), 0
+        total = sum((self.folder / name).stat().st_size for name in names)
 
         def digest(name: str) -> str:
+            nonlocal done
             state, buffer = sha256(), bytearray(_CHUNK)
             with open(self.folder / name, "rb", buffering=0) as f:
                 while n := f.readinto(buffer):
                     state.update(memoryview(buffer)[:n])
                     if progress is not None:
                         with lock:
-                            progress(n)
+                            done += n
+                            progress(done, total)
             return state.hexdigest()
 
         ordered = sorted(names)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from statistics import NormalDist
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -26,6 +26,9 @@ from mkpack.formats import BLOCK, E2M1_MAX, E4M3_MAX, QTensor, bf16_to_f32, e2m1
 from mkpack.models import model_spec
 from mkpack.shard import LFS_POINTER, TensorInfo, lfs_problem, load_json
 from mkpack.spec import Format, ModelSpec, SourcePart, TensorRole, tensors
+
+if TYPE_CHECKING:
+    from mkpack.digest import Progress
 
 # Values that one random stream makes: enough to hide the cost of its seed, few enough to share a tensor among CPUs. It
 # decides which stream a value comes from, so another number gives other weights.
@@ -92,9 +95,9 @@ class Dummy:
         """No tokenizer, no chat template, no licence files."""
         return {}
 
-    def digests(self, expected: dict[str, str] | None = None) -> dict[str, str]:
-        """SHA-256 in hex of config.json, which with the seed decides every weight. Nothing else knows what to expect
-        of it, so `expected` has no effect."""
+    def digests(self, progress: Progress | None = None, expected: dict[str, str] | None = None) -> dict[str, str]:
+        """SHA-256 in hex of config.json, which with the seed decides every weight. It is read already, and nothing
+        else knows what to expect of it, so neither argument has an effect."""
         return {"config.json": self.sha256}
 
     def draw(self, role: TensorRole, fmt: Format) -> QTensor:

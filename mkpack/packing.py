@@ -157,7 +157,7 @@ def _draw(
 def _quantise(
     todo: Plan, checkpoint: Checkpoint, writers: list[Writer], seals: list[list[Seal]], group: list[TensorRole]
 ) -> dict[str, quantize.ErrorStats]:
-    read = [checkpoint.read(role.source, role.part) for role in group]
+    read = checkpoint.read_together(group)
     shared = None
     errors: dict[str, quantize.ErrorStats] = {}
     count = len(todo.layouts)  # the writer after them is that of the reference

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from mkpack.errors import some
 from mkpack.shard import TensorInfo
 from mkpack.spec import Format, SourcePart, TensorRole
 
@@ -46,6 +47,12 @@ _REFUSED = {
     ".weight_zero_point": "its codes are asymmetric",
     ".weight_g_idx": "its columns are reordered (GPTQ)",
 }
+# Every suffix of the spellings above: what of them is there and has no part in a matrix is of a second one.
+_DOTTED = (
+    *(".weight", ".weight_packed"),
+    *(".weight_scale", ".weight_scale_inv", ".weight_scale_2", ".weight_global_scale"),
+)
+_UNDERSCORED = ("_blocks", "_scales", "_weight_scale", "_weight_scale_2")
 _NEVER = ("weight_packed", "qweight")  # names that integer formats give their values
 
 
@@ -137,6 +144,9 @@ def faults(
             yield f'"{other.name}" in {other.file}: {why}, which this version does not build; take another export'
     weight, scale = stored.weight, stored.scale
     where = f'"{weight.name}" in {weight.file}'
+    spelled = {name, *(base + suffix for suffix in _DOTTED), *(name + suffix for suffix in _UNDERSCORED)}
+    if more := sorted(spelled & tensors.keys() - {part.name for part in stored.parts()}):
+        yield f"{where} is {weight.dtype}, but another format's {some(more)} lies beside it; take another export"
     if stored.scheme == "plain":
         if scale is not None:
             yield (

@@ -1,4 +1,4 @@
-"""One bar on standard error for bytes that are read."""
+"""One bar on standard error for bytes that are read or written."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def progress_bar(doing: str, shown: bool) -> Iterator[Progress | None]:
         yield None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
     from rich.progress import Progress as Bar
 
-    columns = (TextColumn(doing), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    columns = (TextColumn(doing), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -11,6 +11,7 @@ time, so the memory needed beside source and result is a few MiB, and the float3
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import warnings
@@ -269,12 +270,17 @@ def _nvfp4(tensor: torch.Tensor, scale2: float, search: tuple[int, int]) -> tupl
     scales = np.empty((n, blocks), np.uint8)
     s2 = torch.tensor(scale2, dtype=torch.float32)
     gpu = has_gpu()
-    kernel = None if gpu else nvfp4_kernel.nvfp4_kernel()
+    cpu_kernel = None if gpu else nvfp4_kernel.nvfp4_kernel()
 
     def encode(rows: slice) -> ErrorStats:
         values = tensor[rows].contiguous()
+        if gpu:
+            # Others may fill it, or it is too small for the chunks of all threads: a CPU gives the same bits.
+            with contextlib.suppress(torch.OutOfMemoryError):
+                return _nvfp4_modelopt(values, s2, search, data[rows], scales[rows], "cuda")
+        kernel = nvfp4_kernel.nvfp4_kernel() if gpu else cpu_kernel
         if kernel is None:
-            return _nvfp4_modelopt(values, s2, search, data[rows], scales[rows], "cuda" if gpu else "cpu")
+            return _nvfp4_modelopt(values, s2, search, data[rows], scales[rows], "cpu")
         values = values if values.dtype == torch.bfloat16 else values.float()
         error, error_max, squares = kernel(values, scale2, search, data[rows], scales[rows])
         return ErrorStats(error, squares, error_max)

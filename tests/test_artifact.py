@@ -150,7 +150,7 @@ def test_chunked_entry(tmp_path: Path) -> None:
     path = tmp_path / "big.mkpack"
     steps: list[tuple[int, int]] = []
     write_artifact(path, [("weights/rank-0.bin", source)], manifest, progress=lambda *a: steps.append(a))
-    assert steps == [(size, size)]
+    assert steps == sorted(steps) and len(steps) > 2 and steps[-1] == (size, size)
     with open_artifact(path) as a:
         assert len(a.manifest.entries["weights/rank-0.bin"].chunks) == 3
         seen: list[tuple[int, int]] = []

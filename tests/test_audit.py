@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import families
 import numpy as np
@@ -23,7 +24,7 @@ from mkpack.models import model_spec
 from mkpack.quantize import quantise
 from mkpack.scales import Range
 from mkpack.schedule import bytes_per_step
-from mkpack.spec import tensors
+from mkpack.spec import Precision, tensors
 
 ROOT = Path(__file__).parents[1]
 NAME = "model.layers.1.mlp.experts.2.up_proj"
@@ -56,6 +57,7 @@ def test_a_checkpoint_that_is_not_quantised(plain, capsys):
     assert found.routers == {"router": ["BF16"]} and found.unused == {} and found.duplicates == []
     spec, _ = model_spec(json.loads((plain / "config.json").read_bytes()))
     layout = Layout(spec, found.precision, 1, "bf16")
+    assert set(found.precision) == set(get_args(Precision))
     assert found.precision["experts"] == "nvfp4" and found.precision["attention"] == "bf16"
     assert found.artifact_bytes == layout.nbytes
     assert found.bytes_per_token == round(bytes_per_step(spec, layout.sections))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -32,6 +33,7 @@ from mkpack import packing, platform, reproduce
 from mkpack import plan as planner
 from mkpack.artifact import extract, open_artifact
 from mkpack.build import build
+from mkpack.checkpoint import Checkpoint
 from mkpack.errors import UserError
 from mkpack.loader import load
 
@@ -419,9 +421,25 @@ def test_what_is_left_out_is_said(stub, recipe, checkpoint, out, capsys):
         assert "stray.safetensors" not in artifact.manifest.source.files
 
 
-def test_towers_of_a_multimodal_checkpoint_are_left_out_by_name(out, tmp_path, stub, capsys):
+def test_everything_that_takes_long_shows_how_far_it_is(stub, recipe, out, capsys, monkeypatch):
+    """A pass over all bytes each: of the source, of its tensors, of the artifact."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    from rich.console import Console
+
+    build(recipe, output=out, console=Console(stderr=True, width=300))
+    said = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", capsys.readouterr().err)
+    for doing in ("hash", "pack", "write"):
+        sizes = re.findall(rf"{doing} ━+ ([0-9.]+)/([0-9.]+) kB ", said)
+        assert sizes and sizes[-1][0] == sizes[-1][1], doing
+
+
+def test_towers_of_a_multimodal_checkpoint_are_left_out_by_name(out, tmp_path, stub, capsys, monkeypatch):
+    """Nothing of them is read to be packed, and of the text model every byte once: its gate and up are one tensor."""
     checkpoint = families.make_case(tmp_path / "muse", "muse-spark-plain")
     from rich.console import Console
+
+    asked, plain = [], Checkpoint.read_bytes
+    monkeypatch.setattr(Checkpoint, "read_bytes", lambda self, info: asked.append(info) or plain(self, info))
 
     console = Console(stderr=True, width=300)
     build(builds.write_recipe(tmp_path / "muse.yaml", checkpoint, quantise=BF16), output=out, console=console)
@@ -433,6 +451,9 @@ def test_towers_of_a_multimodal_checkpoint_are_left_out_by_name(out, tmp_path, s
         "model.vision_projection.weight",
         "model.vision_tower",
     ]
+    tensors = Checkpoint.open(checkpoint).tensors.values()
+    expected = sum(info.nbytes for info in tensors if not info.name.startswith(tuple(parts)))
+    assert sum(info.nbytes for info in asked) == expected
 
 
 # -- content ------------------------------------------------------------------------------------------------------

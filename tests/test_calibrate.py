@@ -220,7 +220,9 @@ def test_tokens_come_from_a_text_jsonl_or_a_folder(text, tmp_path):
         ("a.txt", b"\xff\xfe", ["a.txt", "UTF-8"]),
         ("folder/data.parquet", b"PAR1", ["folder", "found only .parquet", "JSONL"]),
         ("a.jsonl", "", ["holds no text"]),
-        (None, "", ["absent.txt", "cannot be read"]),
+        ("a.jsonl", '{"text": " "}\n{"messages": []}', ["holds no text"]),
+        ("a.txt", "\n", ["a.txt: holds no text"]),
+        (None, "", ["absent.txt: cannot be read: No such file"]),
     ],
 )
 def test_data_that_is_none_is_refused(text, tmp_path, name, content, parts):

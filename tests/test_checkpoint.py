@@ -328,12 +328,13 @@ def test_aux_files(folder):
 def test_digests_cover_every_file_a_build_uses(folder):
     for name in ("tokenizer.json", "LICENSE", "stray.safetensors", "notes.txt"):
         write(folder, name, b"{}")
-    seen: list[int] = []
+    seen: list[tuple[int, int]] = []
     used = ["LICENSE", "config.json", ONE, TWO, INDEX, "tokenizer.json"]
-    assert Checkpoint.open(folder).digests(seen.append) == {
+    assert Checkpoint.open(folder).digests(lambda *a: seen.append(a)) == {
         name: sha256((folder / name).read_bytes()).hexdigest() for name in used
     }
-    assert sum(seen) == sum((folder / name).stat().st_size for name in used)
+    total = sum((folder / name).stat().st_size for name in used)
+    assert seen == sorted(seen) and seen[-1] == (total, total)
 
 
 def test_digests_refuse_a_file_that_is_not_what_the_hub_holds(folder):
@@ -398,6 +399,24 @@ def test_parts_of_fused_tensors_are_read_alone(tmp_path, dtype):
         patch.setattr(Checkpoint, "read_bytes", lambda self, info: asked.append(info.nbytes) or plain(self, info))
         checkpoint.read("experts", odd)
     assert asked == [whole[2].nbytes]
+
+
+def test_parts_that_share_bytes_are_read_together_once(tmp_path, monkeypatch):
+    """gate and up of fused experts, one above the other or interleaved; whatever is no part as ever."""
+    whole = torch.randn(3, 6, 10, generator=torch.Generator().manual_seed(1)).bfloat16()
+    save_file({"experts": whole, "w": whole[0].clone()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    checkpoint, asked, plain = Checkpoint.open(tmp_path), [], Checkpoint.read_bytes
+    monkeypatch.setattr(Checkpoint, "read_bytes", lambda self, info: asked.append(info.nbytes) or plain(self, info))
+    for transposed, halves in ((False, (range(3), range(3, 6))), (True, (range(0, 10, 2), range(1, 10, 2)))):
+        parts = [SourcePart((3, 6, 10), 1, rows, transposed) for rows in halves]
+        roles = [TensorRole("part", "experts", part.shape, "experts", "pair", part) for part in parts]
+        asked.clear()
+        found = checkpoint.read_together([*roles, TensorRole("w", "w", (6, 10), "experts")])
+        assert asked == [whole[1].nbytes, whole[0].nbytes]
+        for tensor, part in zip(found, parts, strict=False):
+            assert torch.equal(tensor, checkpoint.read("experts", part))
+        assert torch.equal(found[2], whole[0])
 
 
 def test_a_fused_tensor_of_another_shape_is_refused_once(tmp_path):

@@ -150,6 +150,22 @@ def test_a_gpu_is_used_where_there_is_one(monkeypatch):
     assert sum(shape[0] for shape in sent if shape) == 3000
 
 
+def test_a_gpu_without_memory_is_done_without(monkeypatch):
+    w = torch.randn(64, 96, generator=torch.Generator().manual_seed(2)).bfloat16()
+    expected, to = quantise(w, "nvfp4"), torch.Tensor.to
+
+    def full(tensor, target, *words, **keys):
+        if target == "cuda":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return to(tensor, target, *words, **keys)
+
+    monkeypatch.setattr(torch.Tensor, "to", full)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    found = quantise(w, "nvfp4")
+    np.testing.assert_array_equal(found.data, expected.data)
+    np.testing.assert_array_equal(found.scale, expected.scale)
+
+
 def test_compiling_leaves_nothing_and_needs_no_modelopt(tmp_path):
     code = "import mkpack.nvfp4_kernel as k, sys; assert k.nvfp4_kernel(); assert 'modelopt' not in sys.modules"
     env = {**os.environ, "TMPDIR": str(tmp_path)}

@@ -37,6 +37,13 @@ def set_byte(tensor: torch.Tensor, value: int) -> torch.Tensor:
         ),
         ("weight_global_scale", lambda t: t * 0, [NAME, "scale for the whole matrix is 0"]),
         ("weight_global_scale", lambda t: t / 0, [NAME, "scale for the whole matrix is inf"]),
+        (
+            "weight",
+            lambda t: torch.ones(64, 64),
+            ["weight_packed", f"another format's {NAME}.weight lies"],
+        ),
+        ("weight_scale_2", lambda t: torch.ones(()), ["is U8", f"another format's {NAME}.weight_scale_2 lies"]),
+        ("weight_scale_inv", lambda t: torch.ones(1, 1), [f"another format's {NAME}.weight_scale_inv lies"]),
         ("weight_packed", lambda t: t[:, :16], ["weight_packed", "expected shape [64, 32]", "found [64, 16]"]),
         ("weight_packed", lambda t: None, [f'"{NAME}.weight" is missing', "expected shape [64, 64]"]),
         ("pre_quant_scale", lambda t: torch.ones(64), [f'"{NAME}.pre_quant_scale"', "AWQ"]),
@@ -73,6 +80,9 @@ def test_a_scale_beside_weights_that_are_not_quantised_is_refused(plain, tmp_pat
     state[f"{NAME}.weight_scale_inv"] = torch.ones(1, 1)
     text = quantised.refusal(quantised.write(plain, tmp_path / "q", state))
     assert f'"{NAME}.weight"' in text and "is BF16" in text and "cannot be told" in text
+    state[f"{NAME}.weight_scale_2"] = state.pop(f"{NAME}.weight_scale_inv")
+    text = quantised.refusal(quantised.write(plain, tmp_path / "q", state))
+    assert "is BF16, but another format's" in text and f"{NAME}.weight_scale_2 lies beside it" in text
 
 
 @pytest.mark.parametrize(("suffix", "dtype"), [("weight_packed", torch.int32), ("qweight", torch.int32)])
