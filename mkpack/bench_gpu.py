@@ -103,6 +103,7 @@ class GpuResult:
     check: str
     generation: Generated
     points: tuple[GpuPoint, ...]
+    ranks: int = 1
     phases: Summary | None = None  # of steps of one token at the first context, from a build with --trace
 
     def to_json(self) -> str:
@@ -171,6 +172,11 @@ class GpuResult:
             "best too; gap: by how much the others are not, relative to the largest logit. Both errors belong below",
             f"{self.tolerance:g}: activations are rounded to bf16.",
         ]
+        if self.ranks > 1:
+            notes += [
+                f"MB and bounds are those of one of {self.ranks} ranks, at the bandwidth of its SMs alone: where ranks",
+                "share a GPU the real bound is higher.",
+            ]
         if self.random_weights:
             notes += [
                 "Random weights put experts close together, so that a rounding may choose another one: an error above",
@@ -247,6 +253,7 @@ def run(
         check=_verdict(generation, points),
         generation=generation,
         points=tuple(points),
+        ranks=model.manifest.tp,
         phases=phases,
     )
 

@@ -8,6 +8,7 @@ from mkpack.layout import align
 from mkpack.layout_cuda import CudaLayout, step_only
 from mkpack.manifest import Limits
 from mkpack.schedule.cuda_decode import Decode
+from mkpack.schedule.cuda_step import Step
 from mkpack.schedule.shape import THREADS, Shape
 
 SECTIONS = "dense head experts expert_scales dense_scales head_scales routers embedding norms mlp mlp_scales".split()
@@ -41,7 +42,8 @@ def _scheduled(shape: Shape) -> dict[str, int]:
     for words in Decode.exchange(shape):
         found[f"{words.name}_at"] = end
         end += words.elements * words.replicas
-    return {**found, "exchange_words": 2 * align(end, 16)}
+    found["exchange_words"] = 2 * align(end, 16)
+    return found | {f"{phase}_sends": words for phase, words in Step(shape).sent().items()}
 
 
 def cuda_header(

@@ -12,7 +12,7 @@ from mkpack.errors import UserError, os_errors, size
 from mkpack.layout import Layout, layout_of
 from mkpack.layout_cuda import GRID, CudaLayout, cuda_layout_of
 from mkpack.manifest import LayoutName
-from mkpack.schedule import Items, Phase, Schedule, Wait, phase_bytes
+from mkpack.schedule import Items, Phase, Schedule, Wait, kv_element, phase_bytes
 
 
 @dataclass(frozen=True)
@@ -180,8 +180,10 @@ def _lines(graph: Graph, layer: int | None) -> Iterator[str]:
         others = [f'"{k}"' for k in graph.kernels if k != s.kernel]
         yield f"kernel: {s.kernel}" + (f" (others, by --kernel: {', '.join(others)})" if others else "")
     yield f"limits: context {s.context:,}, {plural(most, 'token')} a step; waits, buffers and sections are proven"
-    yield "bound: " + ", ".join(f"{size(graph.bound(t))} a step of {plural(t, 'token')}" for t in tokens)
-    cache = sum(phase_bytes(s.spec, p, 1, 1) for p in s.phases) - graph.bound(1)
+    whose = " of each rank" if s.machine and s.tp > 1 else ""
+    yield f"bound{whose}: " + ", ".join(f"{size(graph.bound(t))} a step of {plural(t, 'token')}" for t in tokens)
+    kv = kv_element(s.spec, "cuda" if s.machine else "cpu", s.tp)
+    cache = sum(phase_bytes(s.spec, p, 1, 1, kv) for p in s.phases) - graph.bound(1)
     yield f"       and {size(cache)} of keys and values for every position in the cache"
     shown: list[tuple[str, list[Phase], int]] = []
     first = next(i for i, p in enumerate(s.phases) if p.layer is not None)
@@ -231,7 +233,7 @@ def _exchanges(s: Schedule, shown: Sequence[tuple[str, Phase, int]]) -> list[lis
             name = title.removeprefix("layers ").removeprefix("layer ") if p.layer is not None else ""
             to = "the first rank" if e.first else "every rank"
             each = e.words / s.tokens_per_step
-            numbers = (f"{n:,.1f}".removesuffix(".0") for n in (each, 4 * each))
+            numbers = (f"{n:,.1f}".removesuffix(".0") if e.per_token else "-" for n in (each, 4 * each))
             rows.append([name, p.name, " ".join(e.buffers), to, *numbers, size(times * 4 * e.words)])
     return rows if len(rows) > 1 else []
 

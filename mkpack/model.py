@@ -166,12 +166,14 @@ class Model:
 
     def bytes_per_step(self, tokens: int = 1, position: int = 0, experts: float | None = None) -> float:
         """Bytes that a step must read on what the model runs on: weights once (of experts `experts` a layer, or those
-        that `tokens` tokens are expected to choose), and the keys and values of `position` earlier tokens."""
+        that `tokens` tokens are expected to choose), and the keys and values of `position` earlier tokens. On a CPU
+        those of all ranks, on GPUs those of each."""
         from mkpack import schedule
 
         layout = self.manifest.kernels[self.target].layout
         found = schedule.phases_of(self.manifest, layout)
-        return schedule.step_bytes(self.spec, found, tokens, position, schedule.KV_BYTES[layout], experts)
+        kv = schedule.kv_element(self.spec, layout, self.manifest.tp)
+        return schedule.step_bytes(self.spec, found, tokens, position, kv, experts)
 
     def step(self, tokens: Sequence[int], num_logits: int = 1) -> np.ndarray:
         """Runs tokens after what the cache holds; any number that fits the context.

@@ -12,13 +12,14 @@ import builds
 import families
 import kernels
 import pytest
-from cuda_models import cuda_layout, cuda_spec
+from cuda_models import MIX, cuda_layout, cuda_spec
 from hypothesis import given, settings
 from test_layout import layouts
 
 from mkpack import cli, graph, plan, schedule
 from mkpack.errors import InternalError, UserError
 from mkpack.layout import Layout
+from mkpack.layout_cuda import CudaLayout
 from mkpack.schedule import bytes_per_step, cuda_step
 from mkpack.spec import LayerSpec
 
@@ -257,6 +258,19 @@ def test_tables_of_a_gpu():
     assert ["x_token", "sample", "1", "token", "132", "1", "1"] in words
     # 132 SMs share 96 tiles of 8 experts
     assert next(r for r in rows(gpu(2).render(), "streams") if r[1] == "gate_up")[-8:-6] == ["5", "-"]
+
+
+def test_what_ranks_of_gpus_exchange():
+    layout = CudaLayout(gpu().schedule.spec, MIX, tp=2)
+    (s,) = schedule.cuda_schedules(layout, 1000, "sm_90a")
+    text = graph.Graph("two", s).render()
+    assert "2 ranks" in text and "\nbound of each rank: " in text
+    assert "       and 2.0 kB of keys and values for every position" in text  # 2 layers x 2 x 256 x 2 bytes
+    assert "exchanges" not in gpu().render()
+    # two layers, a token's 16 heads of 128, in bf16; the best of any number of tokens
+    exchanges = rows(text, "exchanges")
+    assert ["0-1", "combine", "attention", "every", "rank", "1,024", "4,096", "131.1", "kB"] in exchanges
+    assert ["head", "best", "shared_token", "every", "rank", "-", "-", "1.1", "kB"] in exchanges
 
 
 def test_json_of_a_gpu():

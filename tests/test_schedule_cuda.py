@@ -47,7 +47,14 @@ def kernels(layout: CudaLayout, grid: int | None, context: int = 200) -> dict[st
     return {s.kernel: s for s in schedule.cuda_schedules(layout, context, "sm_90a", grid)}
 
 
+def ranks(tp: int, **changes: Any) -> CudaLayout:
+    """36 units of hidden rows, 4 of experts' rows, 9 of the vocabulary: the last of 8 ranks has none of some."""
+    spec = small_spec(hidden_size=576, num_attention_heads=8, layers=(MOE,) * 2, **changes)
+    return CudaLayout(spec, SMALL.precision, "f32", tp, tp)
+
+
 STEP = kernels(SMALL, 5)["step_kernel"]
+EIGHT = kernels(ranks(8), 40)["step_kernel"]
 GREEDY, DRAWN = (kernels(FAST, 64)[name] for name in ("decode_kernel", "decode_kernel, drawn"))
 BY_NAME = {"step": STEP, "greedy": GREEDY, "drawn": DRAWN}
 
@@ -176,6 +183,44 @@ def test_who_streams_what_by_counting(kernel):
                 pages = sum(f.page_count(w, active) for w in range(s.machine.workers))
                 packed = -(-active // f.pack) if f.experts else 1
                 assert pages == f.units * packed * len(f.pages)
+
+
+@pytest.mark.parametrize("tp", [2, 4, 8])
+def test_exchanges_of_ranks(tp):
+    """Words as docs/TENSOR_PARALLEL.md counts them, of the first rank: T 16, H 576, Q 512, k 2, I 64."""
+    (s,) = schedule.cuda_schedules(ranks(tp), 200, "sm_90a", 40)
+    assert validate(s) == [] and s.tp == tp
+    units, pairs, head = -(-36 // tp), -(-8 // tp), 8 * -(-9 // tp)
+    of_layer = {
+        "combine": (("attention",), 16 * 512 // tp // 2),
+        "output": (("hidden", "router_input", "squares"), 16 * (16 * units + units)),
+        "gate_up": (("swiglu",), 16 * 2 * pairs * 8 // 2),
+        "down": (("hidden", "squares"), 16 * (8 * units + units)),
+    }
+    rest = {
+        "head": (("best", "shared_token"), 2 * (40 // tp) + 1),
+        "gather_logits": (("logits",), head),
+    }
+    found = [(p.layer, p.name, (p.exchange.buffers, p.exchange.words)) for p in s.phases if p.exchange]
+    assert found == [
+        *((i, name, words) for i in range(2) for name, words in of_layer.items()),
+        *((None, name, words) for name, words in rest.items()),
+    ]
+
+
+def test_norms_over_all_heads_take_an_exchange_more():
+    (s,) = schedule.cuda_schedules(ranks(2, qk_norm=True, qk_norm_over="projection"), 200, "sm_90a", 40)
+    assert validate(s) == []
+    sent = next(p for p in s.phases if p.name == "qkv").exchange
+    # of 16 tokens 4 query heads and a KV head, in units of 8 rows
+    assert sent and (sent.buffers, sent.words) == (("qk_squares",), 16 * 5 * 8)
+    assert any("reads all of qk_squares, which no rank has" in p for p in validate(edit(s, "qkv", exchange=None)))
+
+
+def test_one_rank_reads_its_share_of_keys_and_values():
+    spec = EIGHT.spec  # 2 KV heads: each of 8 ranks has one
+    assert [schedule.kv_element(spec, "cuda", tp) for tp in (1, 2, 8)] == [2, 1, 1]
+    assert schedule.kv_element(spec, "cpu", 8) == 4
 
 
 # -- faults ----------------------------------------------------------------------------------------------------------
@@ -349,6 +394,22 @@ def test_no_wait_can_be_left_out(kernel):
         assert validate(edit(s, name, waits=())), name
 
 
+@pytest.mark.parametrize(
+    ("phase", "expected"),
+    [
+        ("combine", "layers.0.output reads all of attention"),
+        ("output", "layers.0.router reads all of hidden"),
+        ("gate_up", "layers.0.down reads all of swiglu"),
+        ("down", "layers.1.qkv reads all of hidden"),
+        ("head", "token reads all of best"),
+        ("gather_logits", "sample reads all of logits"),
+    ],
+)
+def test_no_exchange_of_ranks_can_be_left_out(phase, expected):
+    problems = validate(edit(EIGHT, phase, exchange=None))
+    assert any(p.startswith(f"{expected}, which no rank has: ") for p in problems), problems
+
+
 def test_a_barrier_is_no_substitute_for_words():
     barrier = edit(GREEDY, "down", waits=lambda waits: tuple(Wait(w.phase) for w in waits))
     assert validate(barrier) == []  # everybody waits for everybody: slower, and right
@@ -357,7 +418,8 @@ def test_a_barrier_is_no_substitute_for_words():
 # -- the kernels -----------------------------------------------------------------------------------------------------
 
 
-def test_other_numbers_than_the_schedules_do_not_compile(tmp_path):
+@pytest.mark.parametrize(("layout", "grid"), [(FAST, 64), (ranks(8), 40)], ids=["one rank", "8 ranks"])
+def test_other_numbers_than_the_schedules_do_not_compile(tmp_path, layout, grid):
     compiler = platform.compiler()
     if compiler is None:
         pytest.skip(platform.no_compiler())
@@ -369,12 +431,14 @@ def test_other_numbers_than_the_schedules_do_not_compile(tmp_path):
         command = [*compiler.command, *emulator.FLAGS, *folders, *emulator.KERNEL, "-fsyntax-only", source]
         return subprocess.run(command, capture_output=True, text=True)
 
-    text = cuda_header(FAST, Limits(context=200, tokens_per_step=16), "sm_90a", grid=64)
+    text = cuda_header(layout, Limits(context=200, tokens_per_step=16), "sm_90a", grid=grid)
     right = compiled(text)
     assert right.returncode == 0, right.stderr
     start = text.index("// What the schedule was proven with.")
     numbers = re.findall(r"constexpr \w+ (\w+) = (?:\d+|true);", text[start : text.index("// Floats")])
-    assert {"step_shared_bytes", "exchange_words", "fast_decode"} <= set(numbers)
+    assert {"step_shared_bytes", "exchange_words", "gather_logits_sends"} <= set(numbers)
+    if layout is not FAST:  # nobody has shared memory for decode_kernel
+        numbers.remove("decode_shared_bytes")
     wrong = text[:start] + re.sub(r" = (\d+);", r" = \1 + 1;", text[start:]).replace(
         "fast_decode = true", "fast_decode = false"
     )

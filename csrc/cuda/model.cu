@@ -70,6 +70,13 @@ static_assert(m::x_mid_at == kXMid && m::x_out_at == kXOut && m::x_attention_at 
               m::x_experts_at == kXExperts && m::x_logits_at == kXLogits && m::x_qkv_at == kXQkv &&
               m::x_partial_at == kXPartial && m::x_best_at == kXBest && m::x_token_at == kXToken &&
               m::exchange_words == kExchangeWords);
+constexpr uint64_t sent(int words) { return kRanks > 1 ? words : 0; }
+static_assert(m::qkv_sends == sent(kQkWhole ? kStepTokens * kSentQk : 0) && m::combine_sends == sent(kStepTokens * kSentAttention) &&
+                  m::output_sends == sent(kStepTokens * (kSentMid + kSentSquares)) &&
+                  m::gate_up_sends == sent(kStepTokens * kTopK * kSentSwiglu) &&
+                  m::down_sends == sent(kStepTokens * (kSentOut + kSentSquares)) &&
+                  m::head_sends == sent(kSentBest + kSentCancel) && m::gather_logits_sends == sent(kSentLogits),
+              "ranks send other words than Step.phases() says");
 static_assert(sizeof m::inv_freq == kRotary / 2 * sizeof(float) && m::context <= kMaxContext);
 
 }  // namespace mk

@@ -22,6 +22,13 @@ constexpr int kImageQk = kImageLogits + kModelHeadRows, kQkWhole = kQkNorm && kQ
 constexpr int kImageWords = kImageQk + (kQkWhole ? whole_vectors(kMaxTokens * kModelQkUnits) : 0);
 constexpr int kReceiveWords = kRanks > 1 ? kExchangeCopies * kImageWords : 0;
 
+// Words that a rank sends to each other after a phase: of every token, of the last token for the choice of the next one. The
+// last ranks may have fewer.
+constexpr int kSentQk = kQkUnits;  // where q and k are normed over all heads
+constexpr int kSentAttention = kQRows / 2, kSentMid = kUnits * kUnitRows, kSentOut = kSentMid / 2, kSentSquares = kUnits;
+constexpr int kSentSwiglu = kPairUnits * 8 / 2;  // and of every expert
+constexpr int kSentBest = 2 * kGrid, kSentCancel = 1, kSentLogits = kHeadRows;
+
 // Templates, so that kernels of one rank need not know the members that only several have.
 template <class Block>
 __device__ __forceinline__ Exchange<kRanks, kExchangeFlags> exchange_of(const Block& b) {
@@ -98,7 +105,7 @@ template <class Block>
 __device__ __forceinline__ void take_qk_squares(const Block& b) {
   begin_takes(b);
   take_items<uint32_t>(
-      b, kImageQk, b.tokens() * kModelQkUnits, [](int i) { return i % kModelQkUnits / kQkUnits; },
+      b, kImageQk, b.tokens() * kModelQkUnits, [](int i) { return i % kModelQkUnits / kSentQk; },
       [&](int i, uint32_t w) { b.qk_squares()[i] = __uint_as_float(w); });
 }
 
@@ -113,7 +120,7 @@ template <class Block>
 __device__ __forceinline__ void take_attention(const Block& b) {
   begin_takes(b);
   take_items<uint4>(
-      b, kImageAttention, b.tokens() * (kModelQRows / 8), [](int i) { return i % (kModelQRows / 8) / (kQRows / 8); },
+      b, kImageAttention, b.tokens() * (kModelQRows / 8), [](int i) { return i % (kModelQRows / 8) / (kSentAttention / 4); },
       [&](int i, uint4 w) { ((uint4*)b.p.attention)[i] = w; });
 }
 
@@ -145,7 +152,7 @@ __device__ __forceinline__ void share_hidden(const Block& b, const float* norm) 
   begin_takes(b);
   if constexpr (kMid)
     take_items<uint4>(
-        b, kImageMid, b.tokens() * (kHidden / 4), [](int i) { return i % (kHidden / 4) / (kUnits * kUnitRows / 4); },
+        b, kImageMid, b.tokens() * (kHidden / 4), [](int i) { return i % (kHidden / 4) / (kSentMid / 4); },
         [&](int i, uint4 w) {
           const float4 y = {__uint_as_float(w.x), __uint_as_float(w.y), __uint_as_float(w.z), __uint_as_float(w.w)};
           ((float4*)b.p.router_input)[i] = y;
@@ -153,11 +160,11 @@ __device__ __forceinline__ void share_hidden(const Block& b, const float* norm) 
         });
   else
     take_items<uint4>(
-        b, kImageOut, b.tokens() * (kHidden / 8), [](int i) { return i % (kHidden / 8) / (kUnits * kUnitRows / 8); },
+        b, kImageOut, b.tokens() * (kHidden / 8), [](int i) { return i % (kHidden / 8) / (kSentOut / 4); },
         [&](int i, uint4 w) { ((uint4*)b.p.hidden)[i] = w; });
   take_items<uint32_t>(
       b, kMid ? kImageMidSquares : kImageOutSquares, b.tokens() * kModelUnits,
-      [](int i) { return i % kModelUnits / kUnits; },
+      [](int i) { return i % kModelUnits / kSentSquares; },
       [&](int i, uint32_t w) { b.p.squares[i] = __uint_as_float(w); });
 }
 
@@ -176,7 +183,7 @@ __device__ __forceinline__ void take_swiglu(const Block& b) {
   begin_takes(b);
   take_items<uint4>(
       b, kImageSwiglu, b.tokens() * kTopK * (kMoeIntermediate / 8),
-      [](int i) { return i % (kMoeIntermediate / 8) / kPairUnits; },
+      [](int i) { return i % (kMoeIntermediate / 8) / (kSentSwiglu / 4); },
       [&](int i, uint4 w) { ((uint4*)b.p.swiglu)[i] = w; });
 }
 
@@ -194,10 +201,10 @@ __device__ __forceinline__ void share_best(const Block& b) {
   }
   begin_takes(b);
   take_items<uint2>(
-      b, kImageBest, kBests, [](int i) { return i / kGrid; },
+      b, kImageBest, kBests, [](int i) { return 2 * i / kSentBest; },
       [&](int i, uint2 w) { last[i] = make_float2(__uint_as_float(w.x), __uint_as_float(w.y)); });
   take_items<uint32_t>(
-      b, kImageCancel, 1, [](int) { return 0; }, [&](int, uint32_t w) { b.p.shared_token[1] = (int32_t)w; });
+      b, kImageCancel, kSentCancel, [](int) { return 0; }, [&](int, uint32_t w) { b.p.shared_token[1] = (int32_t)w; });
 }
 
 // Logits of a token: this rank's to the others, theirs to p.logits.
@@ -210,7 +217,7 @@ __device__ __forceinline__ void share_logits(const Block& b, float* logits) {
   }
   begin_takes(b);
   take_items<uint4>(
-      b, kImageLogits, kModelHeadRows / 4, [](int i) { return i / (kHeadRows / 4); },
+      b, kImageLogits, kModelHeadRows / 4, [](int i) { return i / (kSentLogits / 4); },
       [&](int i, uint4 w) { ((uint4*)logits)[i] = w; });
 }
 

@@ -6,7 +6,15 @@ with `streams` for bytes, rings and budgets and `exchange` for words. codegen wr
 model.h from here; `mkpack graph` shows it.
 """
 
-from mkpack.schedule.cost import KV_BYTES, bytes_per_step, distinct_experts, phase_bytes, phases_of, step_bytes
+from mkpack.schedule.cost import (
+    KV_BYTES,
+    bytes_per_step,
+    distinct_experts,
+    kv_element,
+    phase_bytes,
+    phases_of,
+    step_bytes,
+)
 from mkpack.schedule.cpu import cpu_schedule, phases
 from mkpack.schedule.cuda import cuda_phases, cuda_proofs, cuda_schedules
 from mkpack.schedule.ir import Buffer, Exchange, Items, Phase, Schedule, Use, Wait
@@ -28,6 +36,7 @@ __all__ = [
     "cuda_proofs",
     "cuda_schedules",
     "distinct_experts",
+    "kv_element",
     "phase_bytes",
     "phases",
     "phases_of",

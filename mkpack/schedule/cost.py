@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from mkpack.errors import UserError
+from mkpack.layout import split_heads
 from mkpack.schedule.cpu import phases
 from mkpack.schedule.ir import Phase
 
@@ -15,6 +16,13 @@ if TYPE_CHECKING:
     from mkpack.spec import ModelSpec
 
 KV_BYTES: dict[LayoutName, int] = {"cpu": 4, "cuda": 2}  # CPUs keep keys and values in float32, GPUs in bfloat16
+
+
+def kv_element(spec: ModelSpec, layout: LayoutName, tp: int) -> float:
+    """Bytes that a step reads for each element of keys and values: of CPUs by all ranks together, of GPUs by one rank,
+    as the phases of each count, and so less than the element has."""
+    share = split_heads(spec, tp).kv_heads / spec.num_key_value_heads if layout == "cuda" else 1
+    return KV_BYTES[layout] * share
 
 
 def distinct_experts(num_experts: int, top_k: int, tokens: int) -> float:
@@ -27,7 +35,7 @@ def phase_bytes(
     phase: Phase,
     tokens: int = 1,
     position: int = 0,
-    kv_bytes: int = KV_BYTES["cpu"],
+    kv_bytes: float = KV_BYTES["cpu"],
     experts: float | None = None,
 ) -> float:
     """Bytes one phase must read for a step of `tokens` tokens after `position` earlier ones. experts: distinct ones
@@ -51,7 +59,7 @@ def step_bytes(
     found: Iterable[Phase],
     tokens: int = 1,
     position: int = 0,
-    kv_bytes: int = KV_BYTES["cpu"],
+    kv_bytes: float = KV_BYTES["cpu"],
     experts: float | None = None,
 ) -> float:
     """Bytes a step of these phases must read: weights once, and the keys and values of `position` tokens, kv_bytes an

@@ -77,7 +77,8 @@ class Kernel(ABC):
         found = self.phases()
         used = {u.buffer for p in found for u in (*p.reads, *p.writes, *p.updates)}
         buffers = tuple(b for b in self.buffers() if b.name in used)
-        args = (self.spec, sections, 1, context, self.tokens, buffers, tuple(found), self.name, self.machine())
+        ranks, machine = self.layout.tp, self.machine()
+        args = (self.spec, sections, ranks, context, self.tokens, buffers, tuple(found), self.name, machine)
         return Schedule(target, *args)
 
     def phase(self, name: str, layer: int | None, items: Items, *reads: Feed | Load, **fields: Any) -> Phase:

@@ -1,15 +1,23 @@
 """What csrc/cuda/step_*.cuh do: a step of 1 to 16 tokens of any model. The whole grid meets after every phase but the
-choice of experts, which every SM makes for itself."""
+choice of experts, which every SM makes for itself.
+
+Of several ranks it is what one of them does. What ranks gather has the size that it has in the whole model, and a rank
+writes its part of it; other buffers are the rank's own.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from mkpack.layout import ceil_div
 from mkpack.layout_cuda import OWNED_ROWS, PAGE_ROWS
 from mkpack.schedule.cuda import Kernel
-from mkpack.schedule.ir import Buffer, Feed, Items, Load, Machine, Phase, Use, Wait
+from mkpack.schedule.ir import Buffer, Exchange, Feed, Items, Load, Machine, Phase, Use, Wait
 from mkpack.schedule.shape import KV_TILE, MAX_TOKENS, Shape
+
+# Phases that end with an exchange of several ranks; "gather_logits" is a phase of theirs alone.
+EXCHANGES = ("qkv", "combine", "output", "gate_up", "down", "head", "gather_logits")
 
 
 class Step(Kernel):
@@ -21,29 +29,32 @@ class Step(Kernel):
         self.tokens = s.step_tokens
         self.units, self.rows = s.kv_heads * s.max_splits, ceil_div(MAX_TOKENS * s.group, 16) * 16
         self.owned_rows, self.down_rows = s.owned_units * OWNED_ROWS, s.down_owned * OWNED_ROWS
+        self.ranks = self.layout.tp
+        # Shares of the sum of squares: of every 16 hidden rows, which are every owner's where that has no more.
+        self.shares = s.grid if self.ranks == s.owned_units == 1 else s.hidden // OWNED_ROWS
         # Norms of q and k over all heads: every row unit's share of the sum of squares, 1/rms of both.
         whole = self.spec.qk_norm and self.spec.qk_norm_over == "projection"
-        self.qk_squares = (Use("qk_squares", self.tokens * s.qk_units),) if whole else ()
+        self.qk_squares = (Use("qk_squares", self.tokens * self.ranks * s.qk_units),) if whole else ()
         self.qk_rms = (Use("qk_rms", 2 * self.tokens),) if whole else ()
 
     def machine(self) -> Machine:
         return self.shape.step_machine()
 
     def buffers(self) -> list[Buffer]:
-        s, spec, most = self.shape, self.spec, MAX_TOKENS
+        s, most = self.shape, MAX_TOKENS
         pairs = most * s.top_k
         return [
             Buffer("given", "tokens that were given", s.context, "model", "int32"),
             Buffer("history", "every token so far", s.context + 1, "model", "int32"),
             Buffer("hidden", "hidden state x weights of the next norm", most * s.hidden, "step", "bfloat16"),
             Buffer("router_input", "the same", most * s.hidden, "step"),
-            Buffer("squares", "every owner's share of the sum of squares", most * s.grid, "step"),
+            Buffer("squares", "shares of the sum of squares", most * self.shares, "step"),
             Buffer("qkv", "queries, keys and values as projected", most * self.layout.qkv_rows, "layer"),
-            Buffer("qk_squares", "shares of the sums of squares of q and k", most * s.qk_units, "layer"),
+            Buffer("qk_squares", "shares of the sums of squares of q and k", most * self.ranks * s.qk_units, "layer"),
             Buffer("cache", "keys and values", self.cache(), "model", "bfloat16", per_layer=True),
             Buffer("partial", "of a KV split: weighted values", self.units * self.rows * s.head_dim, "layer"),
             Buffer("partial_sums", "of a KV split: maxima and sums", self.units * self.rows * 2, "layer"),
-            Buffer("attention", "attention of every head", most * s.q_rows, "layer", "bfloat16"),
+            Buffer("attention", "attention of every head", most * self.ranks * s.q_rows, "layer", "bfloat16"),
             Buffer("router_logits", "router logits", most * s.experts, "layer"),
             Buffer("swiglu", "silu(gate) * up", most * max(s.top_k * s.inner, s.dense_inner), "layer", "bfloat16"),
             Buffer("branch", "what a sub-layer gives, before its norm", most * s.hidden, "layer"),
@@ -53,8 +64,8 @@ class Step(Kernel):
             Buffer("products", "rows of experts' outputs", pairs * self.down_rows, "layer", scope="private"),
             Buffer("pair_squares", "shares of their sums of squares", pairs * s.grid, "layer"),
             Buffer("mixed", "weighted sum of experts' outputs", most * s.narrow, "layer", "bfloat16"),
-            Buffer("logits", "logits", most * spec.vocab_size, "step"),
-            Buffer("best", "every SM's highest logit, and its row", most * s.grid * 2, "step"),
+            Buffer("logits", "logits", most * self.ranks * self.layout.head_rows, "step"),
+            Buffer("best", "every SM's highest logit, and its row", most * self.ranks * s.grid * 2, "step"),
             Buffer("shared_token", "the token drawn, and what the host says", 2, "step", "int32"),
             Buffer("residual", "hidden rows of this SM", most * self.owned_rows, "step", scope="private"),
             Buffer("rms", "1/rms of the phase's input", most, "layer", scope="private"),
@@ -76,15 +87,26 @@ class Step(Kernel):
             *self.vectors(0, "attn_norm"),
             gathers=("embedding",),
             reads=(Use("given", tokens), Use("token", 1), *normed),
-            writes=(Use("residual", tokens * self.owned_rows), *normed, *self.hidden()),
+            writes=(Use("residual", tokens * self.owned_rows), *normed, *self.embedded()),
             waits=(Wait(last, earlier_step=True),),
         )
         result = [embed]
         for i in range(len(spec.layers)):
             result += self.attention(i, result[-1].key)
             result += self.mlp(i, result[-1].key) if spec.layers[i].moe else self.dense(i, result[-1].key)
-        logits, best = Use("logits", tokens * spec.vocab_size), Use("best", tokens * s.grid * 2)
+        logits = Use("logits", tokens * self.ranks * self.layout.head_rows)
+        best = Use("best", tokens * self.ranks * s.grid * 2)
         shared, rms = Use("shared_token", 2), Use("rms", tokens)
+        # Where a token is drawn, every rank draws it from all logits.
+        gather = self.phase(
+            "gather_logits",
+            None,
+            Items(s.head_units, f"{PAGE_ROWS} logits of the last token"),
+            updates=self.own(logits),
+            waits=(Wait("head"),),
+            exchange=self.exchange("logits", words=self.layout.head_rows, per_token=False),
+            optional=True,
+        )
         result += [
             self.phase(
                 "head",
@@ -93,17 +115,20 @@ class Step(Kernel):
                 self.head(),
                 self.whole("head_scales"),
                 reads=(*self.hidden()[:1], *self.hidden()[2:], rms),
-                writes=(rms, logits, best, shared),
+                writes=(rms, *self.own(logits, best, shared)),
                 waits=(Wait(last),),
+                # Of the last token; and the first rank tells what the host says.
+                exchange=self.exchange("best", "shared_token", words=2 * s.grid + 1, per_token=False),
                 optional=True,
             ),
+            *([gather] if self.ranks > 1 else []),
             self.phase(
                 "sample",
                 None,
                 Items(1, "next token", workers="first"),
                 reads=(Use("history", s.context),),
                 updates=(logits, shared),
-                waits=(Wait("head"),),
+                waits=(Wait("gather_logits" if self.ranks > 1 else "head"),),
                 optional=True,
             ),
             self.phase(
@@ -118,11 +143,41 @@ class Step(Kernel):
         ]
         return result
 
+    def sent(self) -> dict[str, int]:
+        """Of every phase of EXCHANGES the words that a rank then sends to each other, at most; 0: none."""
+        ends = {p.name: p.exchange.words for p in self.phases() if p.exchange}
+        assert ends.keys() <= set(EXCHANGES)
+        return {name: ends.get(name, 0) for name in EXCHANGES}
+
     def hidden(self) -> tuple[Use, Use, Use]:
         """What a phase that changed the residual leaves for the next."""
         s, tokens = self.shape, self.tokens
         rows = tokens * s.hidden
-        return Use("hidden", rows), Use("router_input", rows), Use("squares", tokens * s.grid)
+        return Use("hidden", rows), Use("router_input", rows), Use("squares", tokens * self.shares)
+
+    def embedded(self) -> tuple[Use, ...]:
+        """The same of the embedding, of which every rank has all; only where the next phase may route, one has both."""
+        hidden, router_input, squares = self.hidden()
+        return (hidden, router_input, squares) if self.ranks == 1 else (hidden, squares)
+
+    def own(self, *uses: Use) -> tuple[Use, ...]:
+        """Of that only a rank's own part."""
+        return tuple(replace(use, part=self.ranks > 1) for use in uses)
+
+    def exchange(self, *buffers: str, words: int, per_token: bool = True) -> Exchange | None:
+        """What follows a phase where there are several ranks. words: the first rank's, which has no fewer than any."""
+        return Exchange(buffers, words, per_token=per_token) if self.ranks > 1 else None
+
+    def published(self, routes: bool) -> dict[str, Any]:
+        """Fields of a phase that changed the residual: what it leaves, as ranks tell it each other. routes: a router
+        comes next, which multiplies in float32; what it gets is rounded by who takes it."""
+        if self.ranks == 1:
+            return {"writes": self.hidden()}
+        hidden, router_input, squares = self.hidden()
+        made = (hidden, router_input, squares) if routes else (hidden, squares)
+        rows = self.shape.units * OWNED_ROWS
+        words = self.tokens * ((rows if routes else rows // 2) + self.shape.units)
+        return {"writes": self.own(*made), "exchange": self.exchange(*(u.buffer for u in made), words=words)}
 
     def last_phase(self, i: int) -> str:
         """Name of a layer's last phase."""
@@ -135,7 +190,8 @@ class Step(Kernel):
         before. next_norm: weights of the norm behind it."""
         residual = Use("residual", self.tokens * self.owned_rows)
         if not self.spec.sandwich:
-            return [self.phase(name, i, items, *reads, next_norm, writes=self.hidden(), updates=(residual,), **fields)]
+            made = self.published(routes=name == "output")
+            return [self.phase(name, i, items, *reads, next_norm, updates=(residual,), **made, **fields)]
         branch, squares = (
             Use("branch", self.tokens * self.shape.hidden),
             Use("branch_squares", self.tokens * self.shape.grid),
@@ -161,7 +217,7 @@ class Step(Kernel):
         s, p, tokens = self.shape, f"layers.{i}.", self.tokens
         qkv, rms = Use("qkv", tokens * self.layout.qkv_rows), Use("rms", tokens)
         partial = (Use("partial", self.units * self.rows * s.head_dim), Use("partial_sums", self.units * self.rows * 2))
-        attention = Use("attention", tokens * s.q_rows)
+        attention = Use("attention", tokens * self.ranks * s.q_rows)
         hidden, _, squares = self.hidden()
         return [
             self.phase(
@@ -172,8 +228,9 @@ class Step(Kernel):
                 *self.vectors(i, "q_bias", "k_bias", "v_bias"),
                 self.row_scales(i, 0, self.layout.qkv_rows),
                 reads=(hidden, squares, rms),
-                writes=(rms, qkv, *self.qk_squares),
+                writes=(rms, qkv, *self.own(*self.qk_squares)),
                 waits=(Wait(before),),
+                exchange=self.exchange("qk_squares", words=tokens * s.qk_units) if self.qk_squares else None,
             ),
             self.phase(
                 "attention",
@@ -189,11 +246,12 @@ class Step(Kernel):
             self.phase(
                 "combine",
                 i,
-                Items(self.spec.num_attention_heads, "query head", "token"),
+                Items(self.layout.heads.q_heads, "query head", "token"),
                 *self.vectors(i, "sinks"),
                 reads=(*partial, qkv) if self.spec.attention_gate else partial,
-                writes=(attention,),
+                writes=self.own(attention),
                 waits=(Wait(p + "attention"),),
+                exchange=self.exchange("attention", words=tokens * s.q_rows // 2),
             ),
             *self.ends(
                 "output",
@@ -201,7 +259,7 @@ class Step(Kernel):
                 Items(s.owners, "hidden rows of an SM"),
                 self.output(i),
                 *self.vectors(i, "o_bias"),
-                self.row_scales(i, self.layout.qkv_rows, s.hidden),
+                self.row_scales(i, self.layout.qkv_rows, s.units * OWNED_ROWS),
                 next_norm=self.vectors(i, "mlp_norm")[0],
                 reads=(attention,),
                 waits=(Wait(p + "combine"),),
@@ -351,7 +409,8 @@ class Step(Kernel):
                 *self.vectors(i, "gate_up_bias"),
                 routed=True,
                 reads=(x, rms, choice),
-                writes=(swiglu,),
+                writes=self.own(swiglu),
+                exchange=self.exchange("swiglu", words=tokens * s.top_k * s.pair_units * PAGE_ROWS // 2),
             ),
             *(self.narrow_down(i, swiglu, choice) if s.narrow else down),
         ]

@@ -62,11 +62,13 @@ class Use:
 @dataclass(frozen=True)
 class Exchange:
     """What follows a phase where ranks have memory of their own: each sends its part of these buffers to the others, or
-    where `first` to the first rank alone. words: of 32 bits, of a rank for the most tokens."""
+    where `first` to the first rank alone. words: of 32 bits, of a rank for the most tokens; not per_token: for
+    any number of them."""
 
     buffers: tuple[str, ...]
     words: int
     first: bool = False
+    per_token: bool = True
 
 
 @dataclass(frozen=True)

@@ -143,7 +143,7 @@ def _exchanges(schedule: Schedule) -> Iterator[str]:
             yield f"{p.key} exchanges {', '.join(p.exchange.buffers)}, but there is one rank"
         if p.exchange.words < 1:
             yield f"{p.key} exchanges {p.exchange.words} words: expected at least one"
-        elif (expected := _words(schedule, p)) and p.exchange.words != expected:
+        elif schedule.machine is None and (expected := _words(schedule, p)) and p.exchange.words != expected:
             yield f"{p.key} exchanges {p.exchange.words} words: a rank's part has {expected}"
         if p.key not in barriers:
             yield f"{p.key} ends with an exchange, but nobody waits for it"
@@ -188,7 +188,7 @@ class _Run:
 
     def __init__(self, schedule: Schedule, logits: tuple[bool, ...]):
         self.buffers = {b.name: b for b in schedule.buffers}
-        self.apart = schedule.tp > 1 and schedule.machine is None
+        self.apart = schedule.tp > 1
         self.phases = [(s, p) for s, all_ in enumerate(logits) for p in schedule.phases if all_ or not p.optional]
         self.state: dict[tuple[str, int | None], _State] = defaultdict(_State)
         self.over = -1  # every phase up to here is complete, on all workers

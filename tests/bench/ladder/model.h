@@ -125,6 +125,13 @@ constexpr uint64_t x_partial_at = 43008;
 constexpr uint64_t x_best_at = 176128;
 constexpr uint64_t x_token_at = 176392;
 constexpr uint64_t exchange_words = 352800;
+constexpr uint64_t qkv_sends = 0;
+constexpr uint64_t combine_sends = 0;
+constexpr uint64_t output_sends = 0;
+constexpr uint64_t gate_up_sends = 0;
+constexpr uint64_t down_sends = 0;
+constexpr uint64_t head_sends = 0;
+constexpr uint64_t gather_logits_sends = 0;
 constexpr bool fast_decode = true;
 // Floats into a layer's part of the norms.
 constexpr int attn_norm_at = 0;
