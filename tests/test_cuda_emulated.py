@@ -113,10 +113,28 @@ def test_any_order_gives_the_same_bits(built):
 
 
 def test_no_races(built):
-    steps, generated = built.calls(
-        ("run", [PROMPT], {"cuts": [3]}), ("generate", [PROMPT[:2]], {"max_new_tokens": 3}), races=True, seed=5
+    # One launch writes a tile of the KV cache and, once it is full, copies it.
+    steps, _, generated = built.calls(
+        ("run", [PROMPT], {"cuts": [3]}),
+        ("truncate", [0], {}),
+        ("generate", [PROMPT], {"max_new_tokens": 2}),
+        races=True,
+        seed=5,
     )
     assert np.isfinite(steps).all() and generated[1] == abi.OK
+
+
+def test_a_forgotten_proxy_fence_is_found():
+    layout, grid = MODELS["smallest, routed as MiniMax-M2"]
+    without = '#include "ptx.cuh"\n#define fence_copies() ((void)0)\n'
+    mutated = emulator.Emulated.random(layout, LIMITS, grid, add=without)
+    with pytest.raises(AssertionError) as caught:
+        mutated.calls(("generate", [PROMPT], {"max_new_tokens": 1}), races=True)
+    report = str(caught.value)
+    assert re.search(r"the read by a bulk copy of block \d: .*ExpertStream::cache", report)
+    assert re.search(
+        r"comes without a proxy fence after the write by block \d, warp \d+, lane \d+: .*step_attention", report
+    )
 
 
 def test_a_wait_that_ends_says_so(built):

@@ -79,6 +79,24 @@ RACES = {
 }
 
 
+OVER, OUT_OF = "the write by a bulk copy of block 0", "the read by a bulk copy of block 0"
+FENCES = {
+    "forgotten_fence": (OVER, OUT_OF),
+    "fence_too_early": (OVER, OUT_OF),
+    "fence_of_another_lane": (OVER, OUT_OF),
+    "fence_of_shared_memory_only": (OUT_OF,),
+}
+
+
+@pytest.mark.parametrize("name", FENCES)
+def test_missing_proxy_fences_are_named(watched, name):
+    done = run(watched, name)
+    assert done.returncode != 0 and f"{len(FENCES[name])} races were found" in done.stderr
+    for copy in FENCES[name]:
+        assert copy in done.stderr
+    assert "comes without a proxy fence after the write by block 0, warp 1, lane 0: copy_after_stores" in done.stderr
+
+
 @pytest.mark.parametrize("name", RACES)
 def test_races_are_named(watched, name):
     done = run(watched, name)

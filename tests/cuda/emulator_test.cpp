@@ -3,6 +3,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <string>
+#include <utility>
 #include <vector>
 #include "ptx.cuh"
 
@@ -139,6 +140,34 @@ __global__ void small_copies(const uint8_t* src) {
   __syncthreads();
   const int other = (int)threadIdx.x ^ 33;
   CHECK(raw[16 * other] == src[16 * other]);
+}
+
+// A warp writes words of global and of shared memory by ordinary stores, which a copy of the other reads and overwrites.
+enum class Fence { writer, copier, early, other_lane, shared_only, none };
+__global__ void copy_after_stores(uint64_t* words, Fence fence) {
+  MK_DYNAMIC_SHARED(raw);
+  const uint32_t full = smem_address(raw), page = full + 128;
+  const int lane = threadIdx.x % 32;
+  if (threadIdx.x == 0) mbarrier_init(full, 1);
+  mbarrier_init_fence();
+  if (threadIdx.x >= 32) {
+    if (fence == Fence::early) fence_copies();
+    if (lane < 16) {
+      words[lane] = 100 + (uint64_t)lane;
+      ((uint64_t*)(raw + 128))[lane] = 1;
+    }
+    if (fence == Fence::writer) fence_copies();
+    if (fence == Fence::other_lane && lane >= 16) fence_copies();
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    if (fence == Fence::copier) fence_copies();
+    if (fence == Fence::shared_only) async_proxy_fence();
+    mbarrier_expect_bytes(full, 128);
+    bulk_copy(page, words, 128, full, 0);
+  }
+  mbarrier_wait(full, 0);
+  if (threadIdx.x >= 32 && lane < 16) CHECK(((const uint64_t*)(raw + 128))[lane] == 100 + (uint64_t)lane);
 }
 
 // ---- between blocks ------------------------------------------------------------------------------------------------
@@ -307,6 +336,9 @@ static void mistake(const std::string& name) {
   if (name == "race_of_warps") run(1, 64, 64, race_of_warps);
   if (name == "race_of_blocks") run(2, 32, 0, race_of_blocks, words);
   if (name == "race_with_copy") run(1, 64, 256, race_with_copy, (const uint8_t*)words);
+  for (const auto& [fence, which] : {std::pair{"fence_too_early", Fence::early}, {"fence_of_another_lane", Fence::other_lane},
+                                     {"fence_of_shared_memory_only", Fence::shared_only}, {"forgotten_fence", Fence::none}})
+    if (name == fence) run(1, 64, 256, copy_after_stores, words, which);
   if (name == "forgotten_barrier") run(2, 96, 0, forgotten_barrier);
   if (name == "forgotten_store") run(2, 32, 0, forgotten_store, words);
   if (name == "forgotten_copy") run(1, 64, 64, forgotten_copy);
@@ -333,6 +365,9 @@ int main(int argc, char** argv) {
   uint8_t* device_pages = (uint8_t*)device_words(pages.size() / 8);
   CHECK(cudaMemcpy(device_pages, pages.data(), pages.size(), cudaMemcpyHostToDevice) == cudaSuccess);
   run(2, 64, 1024, small_copies, (const uint8_t*)device_pages);
+  uint64_t* stored = device_words(16);
+  run(1, 64, 256, copy_after_stores, stored, Fence::writer);
+  run(1, 64, 256, copy_after_stores, stored, Fence::copier);
   for (int i = 0; i < 10; i++) run(3, 96, sizeof(RingShared), ring, (const uint8_t*)device_pages);
   for (int i = 0; i < 10; i++) {
     uint64_t* words = device_words(4 * 5);

@@ -24,14 +24,14 @@ __device__ __forceinline__ void mbarrier_expect_bytes(uint32_t bar, uint32_t byt
 __device__ __forceinline__ bool mbarrier_try_wait(uint32_t bar, uint32_t parity) {
   return emulator::mbarrier_try_wait(bar, parity);
 }
-__device__ __forceinline__ void async_proxy_fence() {}
+__device__ __forceinline__ void async_proxy_fence() { emulator::proxy_fence(false); }
 
 // ---- bulk copies ---------------------------------------------------------------------------------------------------
 __device__ __forceinline__ uint64_t evict_first_policy() { return 0; }
 __device__ __forceinline__ void bulk_copy(uint32_t dst, const void* src, uint32_t bytes, uint32_t bar, uint64_t) {
   emulator::bulk_copy(dst, src, bytes, bar);
 }
-__device__ __forceinline__ void fence_copies() {}
+__device__ __forceinline__ void fence_copies() { emulator::proxy_fence(true); }
 __device__ __forceinline__ void bulk_prefetch(const void* src, uint32_t bytes) { emulator::bulk_prefetch(src, bytes); }
 __device__ __forceinline__ void copy_16(void* to, const void* from) { emulator::copy_16(to, from); }
 __device__ __forceinline__ void copies_done() { emulator::copies_done(); }

@@ -87,6 +87,7 @@ EMULATOR_API void aligned(const void* p, size_t bytes);
 EMULATOR_API void release(const void* to);  // before a store or an atomic that publishes what came before it
 EMULATOR_API void acquire(const void* from);  // before a load that makes visible what was published with its value
 EMULATOR_API void fence();
+EMULATOR_API void proxy_fence(bool global);  // global: not of shared memory only
 EMULATOR_API void atomic(const void* p);  // a relaxed read and write there
 EMULATOR_API void polled(const void* from, size_t bytes);  // before a relaxed load
 

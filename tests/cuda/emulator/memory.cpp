@@ -122,7 +122,7 @@ void bulk_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t bar) {
   Block& b = *machine.running->warp->block;
   if (bytes == 0 || bytes % 16 || (uintptr_t)from % 16) fail("a bulk copy of %u bytes from %p", bytes, from);
   uint8_t* p = shared_at(b, to, bytes, 16, "bulk copy");
-  const uint32_t time = race::copy_begins(b, p, bytes, &mbarrier_at(b, bar), SITE);
+  const uint32_t time = race::copy_begins(b, p, (const uint8_t*)from, bytes, &mbarrier_at(b, bar), SITE);
   memset(p, 0xFF, bytes);  // whoever still reads the old bytes shall see it
   b.copies++;
   add({p, (const uint8_t*)from, 0, bytes, bar, &b, time}, machine.turn + some_turns());
@@ -170,6 +170,7 @@ void fence() {
   race::fence(*machine.running->warp);
   show_stores();
 }
+void proxy_fence(bool global) { race::proxy_fence(*machine.running, global); }
 void atomic(const void* p) {
   race::relaxed_load(*machine.running->warp, p);
   race::relaxed_store(*machine.running->warp, p);

@@ -30,6 +30,13 @@ struct Cell {
 struct Page {
   Cell cells[kPageBytes / kCellBytes];
 };
+struct ProxyFence {
+  uint32_t time;  // of its warp
+  uint16_t warp;
+  uint8_t lane;
+  bool global;
+  Clock after;  // what came before it, of other lanes
+};
 struct MbarrierClocks {
   Clock arrived, done;
 };
@@ -38,6 +45,7 @@ std::unordered_map<uintptr_t, std::unique_ptr<Page>> pages;
 std::unordered_map<const void*, MbarrierClocks> mbarriers;
 std::unordered_map<const void*, Clock> words;  // released at an address
 std::vector<uint32_t> copy_times;              // by block
+std::vector<ProxyFence> proxy_fences;          // of this launch
 std::set<std::pair<const void*, const void*>> found;
 size_t warps = 0, clocks = 0;
 
@@ -53,7 +61,9 @@ std::string who(uint32_t warp, uint8_t lane) {
          (lane == kManyLanes ? "" : ", lane " + std::to_string(lane));
 }
 
-void tell(const uint8_t* p, const Access& now, bool now_writes, const Access& before, bool before_wrote) {
+// unfenced: ordered, but for the proxy fence that is missing between the two.
+void tell(const uint8_t* p, const Access& now, bool now_writes, const Access& before, bool before_wrote,
+          bool unfenced = false) {
   if (!found.insert({now.site, before.site}).second) return;
   const Lane& l = *machine.running;
   const int64_t inside = p - l.warp->block->shared;
@@ -61,8 +71,9 @@ void tell(const uint8_t* p, const Access& now, bool now_writes, const Access& be
                                 ? "byte " + std::to_string(inside) + " of shared memory"
                                 : "device memory" + nearest_allocation(p);
   fprintf(stderr,
-          "emulator: race at %s\n  %s by %s: %s\n  is not ordered after the %s by %s: %s\n", place.c_str(),
+          "emulator: race at %s\n  %s by %s: %s\n  %s after the %s by %s: %s\n", place.c_str(),
           now_writes ? "the write" : "the read", who(now.warp, now.lane).c_str(), source(now.site).c_str(),
+          unfenced ? "comes without a proxy fence" : "is not ordered",
           before_wrote ? "write" : "read", who(before.warp, before.lane).c_str(), source(before.site).c_str());
 }
 
@@ -71,9 +82,25 @@ bool ordered(const Access& before, const Knowledge& k, uint8_t lane) {
   return before.time <= k.known[before.warp];
 }
 
+// Of a write that is ordered before this lane: a proxy fence of the lane that wrote, or of one that knew of the write, is too.
+bool proxy_fenced(const Access& write, const Knowledge& k, uint8_t lane, bool global) {
+  return std::any_of(proxy_fences.rbegin(), proxy_fences.rend(), [&](const ProxyFence& f) {
+    if (global && !f.global) return false;
+    const bool before = f.warp == k.id ? f.lane == lane || f.time <= k.met_at : f.time <= k.known[f.warp];
+    const bool same_lane = f.warp == write.warp && f.lane == write.lane;
+    return before && write.time <= (same_lane ? f.time : f.after[write.warp]);
+  });
+}
+
 void touch(Cell& cell, const uint8_t* p, const Access& now, bool writes, const Knowledge& k, uint8_t lane) {
-  if (cell.write.time && cell.write.bytes & now.bytes && !ordered(cell.write, k, lane))
-    tell(p, now, writes, cell.write, true);
+  const bool copy = now.warp >= warps;
+  if (cell.write.time && cell.write.bytes & now.bytes) {
+    if (!ordered(cell.write, k, lane))
+      tell(p, now, writes, cell.write, true);
+    else if (copy && cell.write.warp < warps && !proxy_fenced(cell.write, k, lane, !writes))
+      tell(p, now, writes, cell.write, true, true);
+  }
+  if (copy && !writes) return;  // whether it is over before somebody writes there is not asked
   if (writes) {
     for (const Access& read : cell.reads)
       if (read.bytes & now.bytes && !ordered(read, k, lane)) tell(p, now, true, read, false);
@@ -94,18 +121,24 @@ void touch(Cell& cell, const uint8_t* p, const Access& now, bool writes, const K
 void touch(const uint8_t* p, size_t bytes, Access now, bool writes, const Knowledge& k, uint8_t lane) {
   static uintptr_t last = 0;
   static Page* page = nullptr;
-  if (pages.empty()) last = 0;
+  const bool copied = !writes && now.warp >= warps;  // most of what copies read nobody ever wrote
+  if (pages.empty() || !page) last = 0;
   for (const uint8_t* end = p + bytes; p < end;) {
     const uintptr_t at = (uintptr_t)p, inside = at % kCellBytes;
     const size_t part = std::min<size_t>(kCellBytes - inside, (size_t)(end - p));
     if (last != at / kPageBytes) {
-      std::unique_ptr<Page>& found_page = pages[at / kPageBytes];
-      if (!found_page) found_page = std::make_unique<Page>();
       last = at / kPageBytes;
-      page = found_page.get();
+      if (copied) {
+        const auto known = pages.find(last);
+        page = known == pages.end() ? nullptr : known->second.get();
+      } else {
+        std::unique_ptr<Page>& found_page = pages[last];
+        if (!found_page) found_page = std::make_unique<Page>();
+        page = found_page.get();
+      }
     }
     now.bytes = (uint8_t)(((1u << part) - 1) << inside);
-    touch(page->cells[at % kPageBytes / kCellBytes], p, now, writes, k, lane);
+    if (page) touch(page->cells[at % kPageBytes / kCellBytes], p, now, writes, k, lane);
     p += part;
   }
 }
@@ -125,6 +158,7 @@ void begin() {
   pages.clear();
   mbarriers.clear();
   words.clear();
+  proxy_fences.clear();
   running = instrumented;
   if (!running) return;
   dependent = getenv("MK_EMULATOR_DEPENDENT") != nullptr;
@@ -151,7 +185,10 @@ void publish(Warp& w, Clock& to) {
 void learn(Warp& w, const Clock& from) {
   if (running) join(w.knowledge.known, from);
 }
-void lanes_met(Warp& w) { w.knowledge.met++; }
+void lanes_met(Warp& w) {
+  w.knowledge.met++;
+  if (running) w.knowledge.met_at = w.knowledge.known[w.knowledge.id]++;
+}
 void mbarrier_arrive(Warp& w, const void* bar) {
   if (running) publish(w, mbarriers[bar].arrived);
 }
@@ -161,12 +198,15 @@ void mbarrier_complete(const void* bar) {
 void mbarrier_waited(Warp& w, const void* bar) {
   if (running) learn(w, mbarriers[bar].done);
 }
-uint32_t copy_begins(Block& b, const uint8_t* to, uint32_t bytes, const void* bar, const void* site) {
+uint32_t copy_begins(Block& b, const uint8_t* to, const uint8_t* from, uint32_t bytes, const void* bar,
+                     const void* site) {
   if (!running) return 0;
   const size_t slot = (size_t)(&b - machine.blocks.data());
   const Lane& l = *machine.running;
   const uint32_t time = ++copy_times[slot];
-  touch(to, bytes, {time, (uint16_t)(warps + slot), 0, 0, 0, site}, true, l.warp->knowledge, (uint8_t)l.index);
+  const Access copy{time, (uint16_t)(warps + slot), 0, 0, 0, site};
+  touch(from, bytes, copy, false, l.warp->knowledge, (uint8_t)l.index);
+  touch(to, bytes, copy, true, l.warp->knowledge, (uint8_t)l.index);
   publish(*l.warp, mbarriers[bar].arrived);  // its phase ends after this copy, which ends after it was begun
   return time;
 }
@@ -199,6 +239,13 @@ void fence(Warp& w) {
   lanes_met(w);  // a lane may have learned of another
   learn(w, w.knowledge.seen);
   publish(w, w.knowledge.fenced);
+}
+void proxy_fence(Lane& l, bool global) {
+  if (!running) return;
+  Knowledge& k = l.warp->knowledge;
+  ProxyFence& f = proxy_fences.emplace_back(k.known[k.id], (uint16_t)k.id, (uint8_t)l.index, global, k.known);
+  f.after[k.id] = k.met_at;
+  k.known[k.id]++;  // what this lane writes from here on comes after
 }
 
 }  // namespace emulator::race
