@@ -23,7 +23,7 @@ from mkpack.layout import Layout
 from mkpack.model import Model
 from mkpack.models import model_spec
 from mkpack.pack import unpack
-from mkpack.spec import tensors
+from mkpack.spec import TensorRole, tensors
 
 # Answers --version and -march and writes an "object" at once, counting; BUILD_PAUSE lets it take its time.
 _COMPILER = """#!/bin/sh
@@ -122,6 +122,15 @@ def layout_of(artifact: Artifact, *, untied: bool = False) -> Layout:
 def dequantised(path: Path, checkpoint: Path) -> dict[str, np.ndarray]:
     """float32 arrays, by checkpoint tensor name, of what the artifact stores; "lm_head.weight" always among them
     unless the head is the embedding itself."""
+    return families.by_source(*_stored(path, checkpoint))
+
+
+def plain_weights(path: Path, checkpoint: Path) -> dict[str, np.ndarray]:
+    """The same by canonical name, as plain_model wants them."""
+    return _stored(path, checkpoint)[1]
+
+
+def _stored(path: Path, checkpoint: Path) -> tuple[list[TensorRole], dict[str, np.ndarray]]:
     spec, names = model_spec(json.loads((checkpoint / "config.json").read_bytes()))
     with open_artifact(path) as artifact:
         split = spec.tie_word_embeddings and not layout_of(artifact).tied
@@ -129,7 +138,7 @@ def dequantised(path: Path, checkpoint: Path) -> dict[str, np.ndarray]:
         roles = list(tensors(layout.spec, names))
         shapes = {r.name: r.shape for r in roles}
         blobs = [np.frombuffer(artifact.read(w.path), np.uint8) for w in artifact.manifest.weights_in("cpu")]
-        return families.by_source(roles, {r.name: dequantise(unpack(layout, blobs, shapes, r.name)) for r in roles})
+        return roles, {r.name: dequantise(unpack(layout, blobs, shapes, r.name)) for r in roles}
 
 
 def oracle(path: Path, checkpoint: Path, scratch: Path) -> Any:

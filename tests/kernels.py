@@ -241,12 +241,25 @@ class Model:
     def run(self, tokens: Sequence[int], cuts: Sequence[int] = ()) -> np.ndarray:
         """Logits [len(tokens), vocab] of a fresh sequence; cuts: sizes of the first chunks, then full steps."""
         assert self.truncate(0) == abi.OK
-        parts, at, sizes = [], 0, list(cuts)
-        while at < len(tokens):
-            n = min(sizes.pop(0) if sizes else self.tokens_per_step, len(tokens) - at)
-            parts.append(self.step(tokens[at : at + n]))
-            at += n
-        return np.concatenate(parts)
+        return np.concatenate([self.step(tokens[a:b]) for a, b in self._chunks(len(tokens), cuts)])
+
+    def run_taps(self, tokens: Sequence[int], cuts: Sequence[int], spec: ModelSpec) -> tuple[np.ndarray, np.ndarray]:
+        """The same, and the hidden states [layers, len(tokens), hidden_size] after every layer."""
+        assert self.truncate(0) == abi.OK
+        found = []
+        for a, b in self._chunks(len(tokens), cuts):
+            code, *both = self.try_step_taps(tokens[a:b], range(len(spec.layers)), spec.hidden_size)
+            assert code == abi.OK, self.error()
+            found.append(both)
+        logits, hidden = zip(*found, strict=True)
+        return np.concatenate(logits), np.concatenate(hidden, axis=1)
+
+    def _chunks(self, count: int, cuts: Sequence[int]) -> Iterator[tuple[int, int]]:
+        at, sizes = 0, list(cuts)
+        while at < count:
+            end = min(count, at + (sizes.pop(0) if sizes else self.tokens_per_step))
+            yield at, end
+            at = end
 
     def trace(self, tokens: Sequence[int], steps: int) -> tuple[int, list[str], np.ndarray]:
         """(code, names of rows, stamps) of mk_trace."""

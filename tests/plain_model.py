@@ -21,8 +21,17 @@ def logits(spec: ModelSpec, weights: Weights, tokens: Sequence[int], down_input:
     down_input: how what goes into the experts' down projection is carried; as NVFP4 under the global scales
     weights["layers.3.down_input_scale"], one an expert.
     """
-    w = {name: np.asanyarray(array, dtype=np.float64) for name, array in weights.items()}
-    x = hidden(spec, w, tokens, down_input)[-1]
+    w = wide(weights)
+    return head(spec, w, hidden(spec, w, tokens, down_input)[-1])
+
+
+def wide(weights: Weights) -> dict[str, np.ndarray]:
+    """In float64, as the functions below want them."""
+    return {name: np.asanyarray(array, dtype=np.float64) for name, array in weights.items()}
+
+
+def head(spec: ModelSpec, w: Weights, x: np.ndarray) -> np.ndarray:
+    """Logits of the residual after the last layer."""
     x = _normed(x, spec.rms_norm_eps) * w["final_norm"]
     y = x @ w["embed" if spec.tie_word_embeddings else "lm_head"].T * spec.logit_scale
     return spec.logit_softcap * np.tanh(y / spec.logit_softcap) if spec.logit_softcap else y
@@ -30,22 +39,49 @@ def logits(spec: ModelSpec, weights: Weights, tokens: Sequence[int], down_input:
 
 def hidden(spec: ModelSpec, weights: Weights, tokens: Sequence[int], down_input: Carry | None = None) -> np.ndarray:
     """The residual after every layer, [layers, len(tokens), hidden_size] in float64."""
-    w = {name: np.asanyarray(array, dtype=np.float64) for name, array in weights.items()}
+    w = wide(weights)
     states = []
-    x = w["embed"][list(tokens)]
-    if spec.embed_norm:
-        x = _normed(x, spec.rms_norm_eps)
+    x = embedded(spec, w, tokens)
     for i in range(len(spec.layers)):
-        p = f"layers.{i}."
-        y = _attention(spec, w, p, i, _norm(spec, x, w[p + "attn_norm"]))
-        x = _residual(spec, w, p, "attn", x, y)
-        h = _norm(spec, x, w[p + "mlp_norm"])
-        y = _moe(spec, w, p, h, down_input) if spec.layers[i].moe else _mlp(w, p + "dense.", h, None)
-        if spec.sandwich:
-            y = y * (1 + w[p + "mlp_out_norm"])
-        x = _residual(spec, w, p, "mlp", x, y)
+        x = after_mlp(spec, w, i, after_attention(spec, w, i, x), down_input)
         states.append(x)
     return np.stack(states)
+
+
+def embedded(spec: ModelSpec, w: Weights, tokens: Sequence[int]) -> np.ndarray:
+    """The residual before the first layer."""
+    x = w["embed"][list(tokens)]
+    return _normed(x, spec.rms_norm_eps) if spec.embed_norm else x
+
+
+def after_attention(spec: ModelSpec, w: Weights, i: int, x: np.ndarray) -> np.ndarray:
+    """The residual [tokens, hidden_size] in the middle of layer i, of that before it."""
+    p = f"layers.{i}."
+    return _residual(spec, w, p, "attn", x, _attention(spec, w, p, i, _norm(spec, x, w[p + "attn_norm"])))
+
+
+def after_mlp(
+    spec: ModelSpec, w: Weights, i: int, x: np.ndarray, down_input: Carry | None = None, other: bool = False
+) -> np.ndarray:
+    """The residual behind layer i, of that in its middle. other: the first expert that a token does not choose takes
+    the place of the last that it does."""
+    p = f"layers.{i}."
+    h = _norm(spec, x, w[p + "mlp_norm"])
+    y = _moe(spec, w, p, h, down_input, other) if spec.layers[i].moe else _mlp(w, p + "dense.", h, None)
+    if spec.sandwich:
+        y = y * (1 + w[p + "mlp_out_norm"])
+    return _residual(spec, w, p, "mlp", x, y)
+
+
+def choice_gaps(spec: ModelSpec, w: Weights, i: int, x: np.ndarray) -> np.ndarray:
+    """Of every token how far the last chosen expert of layer i is before the first that is not, in what they are chosen
+    by: router logits, or sigmoids and their bias. x: the residual in the middle of the layer."""
+    moe, p = spec.moe, f"layers.{i}."
+    assert moe is not None
+    router = _router(spec, w, p, _norm(spec, x, w[p + "mlp_norm"]))
+    by = (router if moe.scoring == "softmax" else _sigmoid(router)) + w.get(p + "choice_bias", 0)
+    ranked = np.sort(by, axis=-1)[:, ::-1]
+    return ranked[:, moe.top_k - 1] - ranked[:, moe.top_k]
 
 
 def _normed(x: np.ndarray, eps: float) -> np.ndarray:
@@ -122,10 +158,15 @@ def _mlp(
     return project("down", carried(gate * _sigmoid(swiglu.alpha * gate) * up, down_input, np.float32(scale2)))
 
 
-def _moe(spec: ModelSpec, w: Weights, p: str, x: np.ndarray, down_input: Carry | None) -> np.ndarray:
+def _router(spec: ModelSpec, w: Weights, p: str, x: np.ndarray) -> np.ndarray:
+    assert spec.moe is not None
+    return (x @ w[p + "router"].T + w.get(p + "router_bias", 0)) * spec.moe.router_scale
+
+
+def _moe(spec: ModelSpec, w: Weights, p: str, x: np.ndarray, down_input: Carry | None, other: bool) -> np.ndarray:
     moe = spec.moe
     assert moe is not None
-    router = (x @ w[p + "router"].T + w.get(p + "router_bias", 0)) * moe.router_scale
+    router = _router(spec, w, p, x)
     if moe.hidden_size:
         x = _norm(spec, x @ w[p + "pre_proj"].T, w[p + "pre_norm"])
     out = np.zeros_like(x)
@@ -135,7 +176,8 @@ def _moe(spec: ModelSpec, w: Weights, p: str, x: np.ndarray, down_input: Carry |
             score /= score.sum()
         else:
             score = _sigmoid(router[t])
-        chosen = np.argsort(-(score + w.get(p + "choice_bias", 0)), kind="stable")[: moe.top_k]
+        ranked = np.argsort(-(score + w.get(p + "choice_bias", 0)), kind="stable")
+        chosen = np.delete(ranked, moe.top_k - 1)[: moe.top_k] if other else ranked[: moe.top_k]
         total = score[chosen].sum() + moe.norm_topk_eps if moe.norm_topk_prob else 1.0
         for e in chosen:
             scale2 = w[p + "down_input_scale"][e] if down_input == "nvfp4" else 1.0

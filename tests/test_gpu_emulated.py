@@ -9,6 +9,7 @@ from pathlib import Path
 import builds
 import emulator
 import families
+import layerwise
 import numpy as np
 import pytest
 
@@ -100,16 +101,20 @@ def test_other_families(recipe, family, tmp_path):
             tokens = builds.generated(model, prompt, 6)
             model.reset()
             text = [*prompt, *tokens]
-            cuts = ((0, 1), (1, 2), (2, 5), (5, len(text)))
-            found[target] = tokens, np.concatenate([model.step(text[a:b], b - a) for a, b in cuts])
+            cuts, layers = ((0, 1), (1, 2), (2, 5), (5, len(text))), range(len(model.spec.layers))
+            logits, hidden = zip(*(model.step_taps(text[a:b], layers, b - a) for a, b in cuts), strict=True)
+            found[target] = tokens, np.concatenate(logits), np.concatenate(hidden, axis=1)
     assert found["gpu"][0] == found["cpu"][0]
     expected = families.reference_logits(builds.oracle(path, checkpoint, tmp_path), [*prompt, *found["cpu"][0]])
     builds.assert_greedy(expected, prompt, found["gpu"][0])
     assert builds.relative_error(found["cpu"][1], expected) < 2e-3
-    # bf16 inputs of every product; at one position a rounding may have chosen another expert
-    errors = [builds.relative_error(a[None], b[None]) for a, b in zip(found["gpu"][1], expected, strict=True)]
-    # Muse Spark multiplies scores by 5.47, and so the roundings of queries and keys
-    assert sorted(errors)[-2] < (5e-2 if family == "muse_spark" else 3e-2) and max(errors) < 0.3
+    # bf16 inputs of every product; Muse Spark multiplies scores by 5.47, and so the roundings of queries and keys
+    _, logits, hidden = found["gpu"]
+    layers = layerwise.compare(model.spec, builds.plain_weights(path, checkpoint), text, hidden, logits)
+    assert layers.worst < 2e-2, layers
+    # At one position of MiniMax-M2 a rounding before the last layer's router decided between two experts of the twin.
+    errors = [builds.relative_error(a[None], b[None]) for a, b in zip(logits, expected, strict=True)]
+    assert sorted(errors)[-2 if family == "minimax_m2" else -1] < (5e-2 if family == "muse_spark" else 3e-2)
 
 
 def test_text_stops_and_speed_from_an_unpacked_folder(artifact, tmp_path):

@@ -28,6 +28,7 @@ TESTS = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(TESTS), str(TESTS.parent)]  # as a program this file has no conftest.py that does it
 
 import kernels  # noqa: E402
+import layerwise  # noqa: E402
 import numpy as np  # noqa: E402
 import plain_model  # noqa: E402
 
@@ -208,16 +209,19 @@ def _twin(tokens: Tokens) -> np.ndarray:
 
 def random_twin(built: Built, weights: Mapping[str, np.ndarray], prompt: Tokens, cuts: Sequence[int], new: int) -> Any:
     """A model of random weights against its float64 twin: errors of the prompt's logits, run in chunks of `cuts` tokens
-    and then 16; how far behind the twin's best the greedy tokens are, relative to its largest logit; those tokens."""
+    and then 16; every layer by itself; how far behind the twin's best the greedy tokens are, relative to its largest
+    logit."""
+    spec = built.layout.spec
     with built.running() as model:
-        logits = model.run(prompt, cuts)
+        logits, hidden = model.run_taps(prompt, cuts, spec)
         model.truncate(0)
         made = model.generate(prompt, max_new_tokens=new)
         assert made.code == abi.OK, made.error
-    twin = plain_model.logits(built.layout.spec, weights, [*prompt, *made.tokens])
+    twin = plain_model.logits(spec, weights, [*prompt, *made.tokens])
     rows = twin[len(prompt) - 1 : -1]
     behind = rows.max(axis=1) - rows[np.arange(new), made.tokens]
-    return error(logits, twin[: len(prompt)]), float((behind / np.abs(rows).max(axis=1)).max()), made.tokens
+    layers = layerwise.compare(spec, weights, prompt, hidden, logits)
+    return error(logits, twin[: len(prompt)]), layers, float((behind / np.abs(rows).max(axis=1)).max())
 
 
 def chunkings(built: Built, prompt: Tokens, sizes: Tokens, new: int) -> Any:

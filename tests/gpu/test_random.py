@@ -11,9 +11,7 @@ import pytest
 from models import SMALL
 
 NUMBERS = [name for name in SMALL if name != "few blocks"]
-TOLERANCE = (
-    2e-2  # bf16 inputs of every product; a position where a rounding chose another expert may be off five times as far
-)
+TOLERANCE = 2e-2  # bf16 inputs of every product
 SANITIZER = ("/usr/local/cuda/bin/compute-sanitizer", "/usr/local/cuda/compute-sanitizer/compute-sanitizer")
 
 
@@ -36,10 +34,13 @@ def test_numbers_of_the_float64_twin(small, name, rehearsal, say):
         pytest.skip("takes minutes on the emulated machine")
     built, weights = small(name)
     prompt = prompt_of(name, rehearsal)
-    (error, worst), behind, _ = jobs.run("random_twin", built, weights.plain(), prompt, SMALL[name].cuts, 8, limit=100)
+    given = built, weights.plain(), prompt, SMALL[name].cuts, 8
+    (error, worst), layers, behind = jobs.run("random_twin", *given, limit=200)
     say(f"{len(prompt)} tokens: logits differ by {error:.1e}, at one position by {worst:.1e}")
+    say(f"layers, each from the kernel's own input: {layers}")
     say(f"greedy tokens at most {behind:.1e} behind the best")
-    assert error < TOLERANCE and worst < 2 * TOLERANCE and behind < TOLERANCE
+    # At a single position the model itself may make any error larger, so there every layer answers for its own only.
+    assert error < TOLERANCE and layers.worst < TOLERANCE and behind < TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["fp8, biases, windows", "Qwen3's shape, two layers"])
