@@ -201,7 +201,9 @@ def model_header(layout: Layout, limits: Limits, target: str) -> str:
         "lm_head_scale": offset(head + ".scale"),
         "blob_bytes": layout.nbytes,
     }
-    schedule = cpu.cpu_schedule(spec, layout.sections, tp, limits.context, limits.tokens_per_step, target)
+    schedule = cpu.cpu_schedule(
+        spec, layout.sections, tp, limits.context, limits.tokens_per_step, target, layout.down_input
+    )
     text = description(spec, layout.sections, layout.nbytes, tp, limits, target, down_input=layout.down_input)
     sizes = {(s.format, s.cols) for s in layout.sections if s.cols > 1}
     asserts = [

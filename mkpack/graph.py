@@ -12,7 +12,7 @@ from mkpack.errors import UserError, os_errors, size
 from mkpack.layout import Layout, layout_of
 from mkpack.layout_cuda import GRID, CudaLayout, cuda_layout_of
 from mkpack.manifest import LayoutName
-from mkpack.schedule import Items, Phase, Schedule, Wait, kv_element, phase_bytes
+from mkpack.schedule import Exchange, Items, Phase, Schedule, Wait, kv_element, phase_bytes
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,9 @@ def _graph(
     if isinstance(layout, CudaLayout):
         kernels = schedule.cuda_schedules(layout, context, target)
     else:
-        kernels = (schedule.cpu_schedule(layout.spec, layout.sections, layout.tp, context, tokens, target),)
+        kernels = (
+            schedule.cpu_schedule(layout.spec, layout.sections, layout.tp, context, tokens, target, layout.down_input),
+        )
     names = tuple(s.kernel for s in kernels)
     if kernel is not None and kernel not in names:
         has = ", ".join(f'"{n}"' for n in names if n) or "just one"
@@ -198,11 +200,11 @@ def _lines(graph: Graph, layer: int | None) -> Iterator[str]:
         rows = [["phase", "items", "reads", "writes", "waits for"]]
         rows += [[p.name, items(p.items, s), _reads(p), _writes(s, p), _waits(p)] for p in chosen]
         yield from _table(rows)
-    if sent := _exchanges(s, [(title, p, times) for title, chosen, times in shown for p in chosen]):
+    if told := _exchanges(s, [(title, p, times) for title, chosen, times in shown for p in chosen]):
         total = sum(p.exchange.words for p in s.phases if p.exchange)
         yield "\nexchanges of ranks with memory of their own: what a rank sends to each other after a phase"
         yield f"  in all {total:,} words of 4 bytes ({size(4 * total)}) at most, in a step of {plural(most, 'token')}"
-        yield from _table(sent, right=4)
+        yield from _table(told, right=4)
     head = [f"T={t}" for t in tokens] + [f"share T={t}" for t in tokens]
     rows = [["layers", "phase", "sections in streaming order", "stored", *head]]
     for title, chosen, times in shown:
@@ -234,8 +236,13 @@ def _exchanges(s: Schedule, shown: Sequence[tuple[str, Phase, int]]) -> list[lis
             to = "the first rank" if e.first else "every rank"
             each = e.words / s.tokens_per_step
             numbers = (f"{n:,.1f}".removesuffix(".0") if e.per_token else "-" for n in (each, 4 * each))
-            rows.append([name, p.name, " ".join(e.buffers), to, *numbers, size(times * 4 * e.words)])
+            rows.append([name, p.name, sent(e), to, *numbers, size(times * 4 * e.words)])
     return rows if len(rows) > 1 else []
+
+
+def sent(e: Exchange) -> str:
+    """What an exchange tells, as text."""
+    return " ".join(e.buffers) + (f" as {e.carried}" if e.carried else "")
 
 
 def worker_of(s: Schedule) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from xml.sax.saxutils import escape, quoteattr
 
 from mkpack.errors import size
-from mkpack.graph import items, kind, plural, ranges, step_sizes, wait, worker_of
+from mkpack.graph import items, kind, plural, ranges, sent, step_sizes, wait, worker_of
 from mkpack.schedule import Buffer, Phase, Schedule, phase_bytes
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class _Picture:
             yield _text(x + 8, y, line, 11, _SOFT)
         if p.exchange:
             nbytes = 4 * p.exchange.words / self.s.tokens_per_step
-            what, to = " ".join(p.exchange.buffers), "the first rank" if p.exchange.first else "every rank"
+            what, to = sent(p.exchange), "the first rank" if p.exchange.first else "every rank"
             words = f"after {p.name} a rank sends its part of {what} to {to}: {nbytes:,.0f} bytes a token"
             yield f"<g><title>{escape(words)}</title>"
             for line, y in ((f"sends {size(nbytes)}", 15), ("a token", 28)):

@@ -357,7 +357,9 @@ def _prove(layout: Layout | CudaLayout, recipe: Recipe, target: str) -> None:
     if isinstance(layout, CudaLayout):
         proofs = schedule.cuda_proofs(layout, context, target)
     else:
-        proofs = (schedule.cpu_schedule(layout.spec, layout.sections, layout.tp, context, tokens, target),)
+        proofs = (
+            schedule.cpu_schedule(layout.spec, layout.sections, layout.tp, context, tokens, target, layout.down_input),
+        )
     for found in proofs:
         schedule.check(found)
 

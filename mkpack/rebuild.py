@@ -104,7 +104,13 @@ def _unit(where: str, manifest: Manifest, target: str) -> Unit:
             return Unit(target, target, cuda_header(layout, manifest.limits, target, manifest.kernels[target].traced))
         limits = manifest.limits
         found = schedule.cpu_schedule(
-            manifest.spec, layout.sections, layout.tp, limits.context, limits.tokens_per_step, target
+            manifest.spec,
+            layout.sections,
+            layout.tp,
+            limits.context,
+            limits.tokens_per_step,
+            target,
+            layout.down_input,
         )
         schedule.check(found)
         return Unit(target, target, codegen.model_header(layout, limits, target))

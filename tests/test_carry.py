@@ -28,6 +28,7 @@ from mkpack.layout import layout_of as layout_again
 from mkpack.layout_cuda import cuda_refusals
 from mkpack.manifest import Limits, Manifest, to_text
 from mkpack.plan import plan
+from mkpack.schedule.ir import carried_words
 from mkpack.spec import Carry
 
 torch = families.torch
@@ -40,6 +41,15 @@ void encode(const float* x, long blocks, float scale2, Nvfp4Block* out) {
 }
 void carry_nvfp4(float* x, long blocks, float scale2) {
   for (long i = 0; i < blocks; i++) carry<Fmt::nvfp4>(x + 16 * i, scale2);
+}
+long message_words(int nvfp4, long blocks) { return carried_words(nvfp4 ? Fmt::nvfp4 : Fmt::bf16, blocks); }
+void send(int nvfp4, float* x, long blocks, float scale2, uint32_t* message, float* there) {
+  for (long i = 0; i < blocks; i++)
+    if (nvfp4) carry_into<Fmt::nvfp4>(x + 16 * i, scale2, message, i);
+    else carry_into<Fmt::bf16>(x + 16 * i, scale2, message, i);
+  for (long i = 0; i < blocks; i++)
+    if (nvfp4) take_out<Fmt::nvfp4>(message, i, scale2, there + 16 * i);
+    else take_out<Fmt::bf16>(message, i, scale2, there + 16 * i);
 }
 void carry_bf16(float* x, long blocks) {
   for (long i = 0; i < blocks; i++) carry<Fmt::bf16>(x + 16 * i, 1);
@@ -147,6 +157,22 @@ def test_bf16_is_rounded_to_nearest_even(lib):
     assert np.array_equal(np.isnan(y), np.isnan(x))
     assert np.where(np.isnan(x), 0, y).tobytes() == np.where(np.isnan(x), 0, expected).tobytes()
     assert y.tobytes() == plain_model.carried(x, "bf16", np.float32(1)).tobytes()
+
+
+@pytest.mark.parametrize("carry", ["nvfp4", "bf16"])
+def test_a_message_between_ranks_brings_every_bit(carry, lib):
+    """And has no word that says that none has come: -6 in all channels would be one, were its bits sent as they are."""
+    scale2 = np.float32(0.0123456)
+    x = blocks(np.random.default_rng(), scale2)[:1999]  # the last group is not full
+    x[:2], x[2] = -6 * scale2, np.nan
+    nvfp4, n = int(carry == "nvfp4"), len(x)
+    assert (encoded(lib, x[:2].copy(), scale2)[0] == 15).all()
+    words = lib.message_words(nvfp4, ctypes.c_long(n))
+    assert words == carried_words(16 * n, carry) == (4500 if nvfp4 else 8 * n)
+    message, here, there = np.zeros(words, np.uint32), x.copy(), np.zeros_like(x)
+    lib.send(nvfp4, pointer(here), ctypes.c_long(n), ctypes.c_float(scale2), pointer(message), pointer(there))
+    assert here.tobytes() == there.tobytes() == plain_model.carried(x, carry, scale2).tobytes()
+    assert not (message == 0xFFFFFFFF).any()
 
 
 # -- whole models ------------------------------------------------------------------------------------------------------

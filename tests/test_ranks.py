@@ -41,6 +41,7 @@ MODELS: dict[str, tuple[ModelSpec, dict, tuple[int, ...]]] = {
         precision("bf16") | {"down_input": "nvfp4"},
         (8,),
     ),
+    "halves": (tiny_spec(vocab_size=83, layers=1), precision("bf16") | {"down_input": "bf16"}, (2,)),
 }
 
 

@@ -408,6 +408,24 @@ def test_words_of_an_exchange_are_those_of_the_blob(key, by):
     assert f"{key} exchanges {words + by} words: a rank's part has {words}" in validate(wrong)
 
 
+def test_words_are_fewer_where_values_are_carried_as_something():
+    """Of experts alone: 16 tokens, 2 chosen experts and 16 rows a rank are 32 blocks."""
+    for carried, words in ((None, 512), ("bf16", 256), ("nvfp4", 72)):
+        layout = Layout(SPEC, LAYOUT.precision | ({"down_input": carried} if carried else {}), 2)
+        found = schedule.cpu_schedule(SPEC, layout.sections, 2, 300, 16, down_input=layout.down_input)
+        sent = {p.key: p.exchange for p in found.phases if p.name == "gate_up"}
+        assert sent["layers.0.gate_up"] == Exchange(("inner",), words, carried=carried)
+        assert sent["layers.2.gate_up"] == Exchange(("inner",), 512) and validate(found) == []
+        said = f"layers.0.gate_up exchanges 511 words: a rank's part has {words}"
+        wrong = [
+            dataclasses.replace(p, exchange=dataclasses.replace(p.exchange, words=511))
+            if p.key == "layers.0.gate_up"
+            else p
+            for p in found.phases
+        ]
+        assert said in validate(dataclasses.replace(found, phases=tuple(wrong)))
+
+
 @pytest.mark.parametrize("key", [p.key for p in SCHEDULE.phases if p.waits])
 def test_no_wait_can_be_left_out(key):
     assert validate(edit(key, waits=()))

@@ -1,7 +1,7 @@
 // How the input of the experts' down projection is carried (`quantise.down_input`): as float32, or rounded to bf16 or to
 // NVFP4 under a calibrated global scale. The 16 output rows of a gate/up tile are one block of 16 channels of a token, so
-// a block is rounded where it is computed; an exchange carries the same blocks as bytes. Plain loops, one rounding an
-// operation: the bits are the same at every vector width.
+// a block is rounded where it is computed; ranks tell each other the same blocks as they are carried. Plain loops, one
+// rounding an operation: the bits are the same at every vector width.
 #pragma once
 #include <immintrin.h>
 
@@ -9,13 +9,14 @@
 #include <bit>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 
 #include "common/format.h"
 
 namespace mk {
 
 // 16 channels of a token. No code is 8 (-0), and a scale is 1 to 0x7e, or 0x7f where the channels are NaN: what is left is
-// free for an exchange that must tell "nothing yet" from a block.
+// free for an exchange, which must tell "nothing yet" from a block.
 struct Nvfp4Block {
   uint8_t codes[8];  // e2m1, the even channel in the low nibble
   uint8_t scale;     // e4m3
@@ -77,6 +78,49 @@ inline void carry(float* x, float scale2) {
   if constexpr (F == Fmt::bf16)
     for (int i = 0; i < 16; i++) x[i] = from_bf16(to_bf16(x[i]));
   if constexpr (F == Fmt::nvfp4) decode_nvfp4(encode_nvfp4(x, scale2), scale2, x);
+}
+
+// A message between ranks is blocks as they are carried, in groups of whole words: of NVFP4 four blocks, a word of their
+// scales and two words of codes each; of bf16 one block, two channels a word. No word of codes is eight times 8, so with
+// these bits flipped none is all ones, which says that no word has come; nor is a word of scales, which are below 0x80.
+constexpr uint32_t kFlipped = 0x77777777u;
+constexpr int group_blocks(Fmt f) { return f == Fmt::nvfp4 ? 4 : 1; }
+constexpr int group_words(Fmt f) { return f == Fmt::nvfp4 ? 9 : f == Fmt::bf16 ? 8 : 16; }
+constexpr int64_t carried_words(Fmt f, int64_t blocks) { return ceil_div(blocks, group_blocks(f)) * group_words(f); }
+
+// carry(), and the block as number i of a message.
+template <Fmt F>
+inline void carry_into(float* x, float scale2, uint32_t* message, int64_t i) {
+  static_assert(F == Fmt::bf16 || F == Fmt::nvfp4);
+  uint32_t* group = message + i / group_blocks(F) * group_words(F);
+  if constexpr (F == Fmt::bf16) {
+    carry<F>(x, scale2);
+    for (int w = 0; w < 8; w++) group[w] = to_bf16(x[2 * w]) | static_cast<uint32_t>(to_bf16(x[2 * w + 1])) << 16;
+  } else {
+    const Nvfp4Block block = encode_nvfp4(x, scale2);
+    decode_nvfp4(block, scale2, x);
+    // By bytes: other threads may put the group's other blocks.
+    std::memcpy(reinterpret_cast<uint8_t*>(group) + i % 4, &block.scale, 1);
+    uint32_t codes[2];
+    std::memcpy(codes, block.codes, 8);
+    for (int w = 0; w < 2; w++) group[1 + i % 4 * 2 + w] = codes[w] ^ kFlipped;
+  }
+}
+
+// Leaves in x what carry_into() left there.
+template <Fmt F>
+inline void take_out(const uint32_t* message, int64_t i, float scale2, float* x) {
+  static_assert(F == Fmt::bf16 || F == Fmt::nvfp4);
+  const uint32_t* group = message + i / group_blocks(F) * group_words(F);
+  if constexpr (F == Fmt::bf16) {
+    for (int c = 0; c < 16; c++) x[c] = from_bf16(static_cast<uint16_t>(group[c / 2] >> (c % 2 * 16)));
+  } else {
+    Nvfp4Block block;
+    std::memcpy(&block.scale, reinterpret_cast<const uint8_t*>(group) + i % 4, 1);
+    const uint32_t codes[2] = {group[1 + i % 4 * 2] ^ kFlipped, group[2 + i % 4 * 2] ^ kFlipped};
+    std::memcpy(block.codes, codes, 8);
+    decode_nvfp4(block, scale2, x);
+  }
 }
 
 }  // namespace mk

@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "common/exchange.h"
+#include "common/format.h"
 #include "cpu/team.h"
 
 namespace mk {
@@ -95,10 +96,16 @@ class Exchange {
     }
   }
 
+  // The words of a message that a thread takes. unit: so many belong together.
+  static std::pair<int64_t, int64_t> share_of(const Seat& seat, int64_t words, int unit) {
+    const auto [lo, hi] = share(ceil_div(words, unit), seat.tid, seat.threads);
+    return {lo * unit, std::min(hi * unit, words)};
+  }
+
   // Takes this thread's share of what `from` sent in this epoch. phase and layer: what it is the result of. False: given
   // up, here or elsewhere. limited: false where the peer may rightly take long.
   template <class Walk>
-  bool take(Seat& seat, int from, Walk walk, const char* phase, int layer, bool limited = true) {
+  bool take(Seat& seat, int from, Walk walk, const char* phase, int layer, bool limited = true, int unit = 1) {
     const int buffer = buffer_of(seat.epoch);
     Slot* slot = slots(seat.rank, buffer, from);
     const int64_t words = count(walk);
@@ -117,7 +124,7 @@ class Exchange {
         here = wait(seat, from, phase, layer, limited, [&] { return arrived(i); });
       return here;
     };
-    const auto [lo, hi] = share(words, seat.tid, seat.threads);
+    const auto [lo, hi] = share_of(seat, words, unit);
     // Each thread sees something of each message, however few its words are: it must not go on before the peer has come.
     if (lo == hi && !await(0)) return false;
     runs(walk, lo, hi, [&](int64_t at, void* run, int64_t n) {

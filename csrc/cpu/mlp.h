@@ -175,6 +175,9 @@ inline void gate_up_phase(State& s, int layer, int tid) {
     float* inner = s.inner.data() + (int64_t{which} * kInnerBlocks * kMaxSlots + block * n) * 16;
     constexpr Fmt carried = Experts ? m::fmt_down_input : Fmt::f32;
     const float scale2 = carried == Fmt::nvfp4 ? s.whole<float>(l.down_input_scale)[a.expert] : 1.0f;
+    // Where the run begins among the blocks that other ranks are told, expert by expert.
+    int64_t sent = int64_t{block - own_first} * a.count;
+    for (int before = 0; before < which; before++) sent += own * local.active[static_cast<size_t>(before)].count;
     tile_run<F>(n, s.at<uint8_t>(rank, l.gate_up) + pair * size, 2 * count, Blocks, x, [&](int i, const float* sums) {
       const V scale = tile_scale<F>(scales, pair + i);
       float* out = inner + i / 2 * n * 16;
@@ -185,6 +188,12 @@ inline void gate_up_phase(State& s, int layer, int tid) {
           store(gate + t * 16, v);
         } else {
           store(out + t * 16, swiglu<Experts && m::clamped_swiglu>(load(gate + t * 16), v));
+          if constexpr (Experts && kSendsCarried) {
+            if (s.link && t < a.count) {
+              carry_into<carried>(out + t * 16, scale2, s.carried_of(s.rank), sent + int64_t{i / 2} * a.count + t);
+              continue;
+            }
+          }
           carry<carried>(out + t * 16, scale2);
         }
       }

@@ -39,6 +39,31 @@ inline void walk_experts(const Local& local, float* buffer, int apart, int r, in
   }
 }
 
+// Blocks that rank r sends of the experts' inner.
+inline int64_t carried_blocks(const State& s, int r) {
+  const auto [lo, hi] = State::part(r, m::moe_inner_tiles, static_cast<int>(ceil_div(m::moe_intermediate_size, 16)));
+  return int64_t{hi - lo} * s.step.count * m::top_k;
+}
+
+// Leaves in inner the blocks [lo, hi) of those that a rank sent as they are carried.
+template <Fmt F>
+inline void take_blocks(State& s, const Local& local, int layer, int from, int64_t lo, int64_t hi) {
+  constexpr int blocks = static_cast<int>(ceil_div(m::moe_intermediate_size, 16));
+  const auto [first, end] = State::part(from, m::moe_inner_tiles, blocks);
+  int64_t begin = 0;  // of an expert's
+  for (size_t which = 0; which < local.active.size(); which++) {
+    const Active& a = local.active[which];
+    const int64_t after = begin + int64_t{end - first} * a.count;
+    const float scale2 = F == Fmt::nvfp4 ? s.whole<float>(m::layers[layer].down_input_scale)[a.expert] : 1.0f;
+    float* inner = s.inner.data() + static_cast<int64_t>(which) * kInnerBlocks * kMaxSlots * 16;
+    for (int64_t i = std::max(lo, begin); i < std::min(hi, after); i++) {
+      const int64_t block = first + (i - begin) / a.count, token = (i - begin) % a.count;
+      take_out<F>(s.carried_of(from), i, scale2, inner + (block * round_tokens(a.count) + token) * 16);
+    }
+    begin = after;
+  }
+}
+
 // What rank `from` sends to rank `to` of the result of a phase, in this State's buffers: use(address, words) for each run.
 template <class Use>
 inline void walk_message(State& s, m::Phase phase, int layer, int from, int to, int tid, Use use) {
@@ -57,6 +82,7 @@ inline void walk_message(State& s, m::Phase phase, int layer, int from, int to, 
     case m::Phase::pre_proj: return channels(s.narrow.data(), m::moe_hidden_tiles, kNarrowBlocks);
     case m::Phase::gate_up: {
       const bool moe = m::layers[layer].moe;
+      if (kSendsCarried && moe) return use(s.carried_of(from), carried_words(m::fmt_down_input, carried_blocks(s, from)));
       const int size = moe ? m::moe_intermediate_size : m::dense_intermediate_size;
       const int each = moe ? m::moe_inner_tiles : m::dense_inner_tiles;
       return walk_experts(local, s.inner.data(), kInnerBlocks, from, each, static_cast<int>(ceil_div(size, 16)), use);
@@ -94,7 +120,9 @@ constexpr int64_t most_words(m::Phase phase, int layer) {
     case m::Phase::output:
     case m::Phase::post_proj: return kMaxTokens * hidden;
     case m::Phase::pre_proj: return kMaxTokens * narrow;
-    case m::Phase::gate_up: return kMaxTokens * chosen * (moe ? m::moe_inner_tiles : m::dense_inner_tiles) * 16;
+    case m::Phase::gate_up:
+      return carried_words(moe ? m::fmt_down_input : Fmt::f32,
+                           kMaxTokens * chosen * (moe ? m::moe_inner_tiles : m::dense_inner_tiles));
     case m::Phase::down: return kMaxTokens * (m::narrow_experts && moe ? chosen * narrow : hidden);
     case m::Phase::head: return int64_t{kMaxTokens} * m::vocab_tiles * 16;
     default: return 0;
@@ -124,10 +152,19 @@ inline bool end_phase(State& s, m::Phase phase, int layer, bool exchange, int ti
     if (r != s.rank) s.link->send(seat, r, [&](auto use) { walk_message(s, phase, layer, s.rank, r, tid, use); });
   // A step's beginning is the first rank's to choose, and it may be waiting for its caller.
   const bool begins = phase == m::Phase::embed;
+  const bool carried = kSendsCarried && phase == m::Phase::gate_up && m::layers[layer].moe;
+  const int unit = carried ? group_words(m::fmt_down_input) : 1;
   for (int r = 0; r < m::ranks; r++) {
     if (r == s.rank) continue;
     const auto walk = [&](auto use) { walk_message(s, phase, layer, r, s.rank, tid, use); };
-    if (!s.link->take(seat, r, walk, name, layer, !(begins && r == 0))) return false;
+    if (!s.link->take(seat, r, walk, name, layer, !(begins && r == 0), unit)) return false;
+    if constexpr (kSendsCarried) {
+      if (!carried) continue;
+      constexpr Fmt f = m::fmt_down_input;
+      const auto [lo, hi] = Link::share_of(seat, carried_words(f, carried_blocks(s, r)), unit);
+      const int64_t first = lo / unit * group_blocks(f), end = hi / unit * group_blocks(f);
+      take_blocks<f>(s, s.locals[static_cast<size_t>(tid)], layer, r, first, end);
+    }
   }
   return s.team.barrier(tid, name, layer, !begins);
 }

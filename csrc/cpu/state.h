@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "common/format.h"
+#include "cpu/carry.h"
 #include "cpu/exchange.h"
 #include "cpu/simd.h"
 #include "cpu/team.h"
@@ -103,6 +104,10 @@ static_assert(down_elements(1, kHiddenBlocks) == m::buffer_down_sum);
 // Words of all heads of a rank, for norms over a whole projection.
 constexpr int kSquares = m::qk_norm && m::qk_norm_over_projection ? m::q_heads + m::kv_heads : 0;
 static_assert(m::context == m::buffer_history);
+// Whether ranks tell each other the input of the experts' down projection as it is carried, and a message's words at most.
+constexpr bool kSendsCarried = m::ranks > 1 && m::num_experts > 0 && m::fmt_down_input != Fmt::f32;
+constexpr int64_t kCarriedBlocks = int64_t{kMaxTokens} * m::top_k * m::moe_inner_tiles;
+constexpr int64_t kCarriedWords = kSendsCarried ? carried_words(m::fmt_down_input, kCarriedBlocks) : 0;
 
 // The tokens that chose one expert: token indices and their routing weights, in token order.
 struct Active {
@@ -176,6 +181,7 @@ struct State {
     chunks = static_cast<int>(ceil_div(context, kChunk));
     partial = Buffer<float>(partial_elements(context, ranks));
     qkv = Buffer<float>(qkv_elements(ranks));
+    if (link) carried = Buffer<uint32_t>(m::ranks * kCarriedWords);
     locals = std::vector<Local>(static_cast<size_t>(o.threads));
     const auto [lo, hi] = own(m::hidden_tiles, kHiddenBlocks);
     for (int tid = 0; tid < o.threads; tid++) {
@@ -217,6 +223,8 @@ struct State {
     const int heads = (end_rank() - first_rank()) * m::q_heads;
     return partial.data() + ((int64_t{t} * heads + head - first_rank() * m::q_heads) * chunks + chunk) * (kDim + 16);
   }
+  // What rank r sends, or sent, of inner: messages, as the slots of the exchange are, and no buffer of the schedule.
+  uint32_t* carried_of(int r) const { return carried.data() + r * kCarriedWords; }
   // [tokens][heads of the rank]
   float* squares_of(int r, int t) const { return squares.data() + (int64_t{r} * kMaxTokens + t) * kSquares; }
 
@@ -244,6 +252,7 @@ struct State {
 
   Buffer<float> keys, values, partial, qkv;
   Buffer<int32_t> history;
+  Buffer<uint32_t> carried;
   Fixed<float, kActivations, m::buffer_x> x;
   Fixed<float, int64_t{m::ranks} * kMaxTokens * kSquares, m::buffer_squares> squares;
   Fixed<float, kQBlocks * kMaxSlots * 16, m::buffer_attention> attention;

@@ -11,11 +11,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mkpack.layout import TILE_ROWS, align, ceil_div, split_heads
-from mkpack.schedule.ir import Buffer, Exchange, Items, Phase, Schedule, Use, Wait
+from mkpack.schedule.ir import Buffer, Exchange, Items, Phase, Schedule, Use, Wait, carried_words
 
 if TYPE_CHECKING:
     from mkpack.manifest import Section
-    from mkpack.spec import ModelSpec
+    from mkpack.spec import Format, ModelSpec
 
 CHUNK = 256  # positions of one attention item
 STEP_WORDS = 5  # that the first rank tells the others of a step beside its tokens: csrc/cpu/state.h's struct Step
@@ -45,10 +45,17 @@ def phases(
 
 
 def cpu_schedule(
-    spec: ModelSpec, sections: Iterable[Section], tp: int, context: int, tokens_per_step: int, target: str = "cpu"
+    spec: ModelSpec,
+    sections: Iterable[Section],
+    tp: int,
+    context: int,
+    tokens_per_step: int,
+    target: str = "cpu",
+    down_input: Format | None = None,
 ) -> Schedule:
-    """A model's step on the CPU at its limits. Raises UserError when the heads cannot be dealt over `tp` ranks."""
-    step = _Step(spec, sections, tp, context, tokens_per_step)
+    """A model's step on the CPU at its limits. down_input: how what goes into the experts' down projection is carried,
+    where it is rounded. Raises UserError when the heads cannot be dealt over `tp` ranks."""
+    step = _Step(spec, sections, tp, context, tokens_per_step, down_input)
     found = step.phases()
     used = {u.buffer for p in found for u in (*p.reads, *p.writes, *p.updates)}
     buffers = tuple(b for b in step.buffers() if b.name in used)
@@ -58,8 +65,16 @@ def cpu_schedule(
 class _Step:
     """Numbers that phases and buffers share. Buffers are sized by the spec, uses by the sections that fill them."""
 
-    def __init__(self, spec: ModelSpec, sections: Iterable[Section], tp: int, context: int, tokens: int):
-        self.spec, self.tp, self.context, self.tokens = spec, tp, context, tokens
+    def __init__(
+        self,
+        spec: ModelSpec,
+        sections: Iterable[Section],
+        tp: int,
+        context: int,
+        tokens: int,
+        down_input: Format | None = None,
+    ):
+        self.spec, self.tp, self.context, self.tokens, self.down_input = spec, tp, context, tokens, down_input
         self.sections = {s.name: s for s in sections}
         heads = split_heads(spec, tp)
         self.heads, self.kv_heads = tp * heads.q_heads, tp * heads.kv_heads
@@ -209,9 +224,10 @@ class _Step:
         """Rows of a matrix split along N that a rank holds, padding included."""
         return ceil_div(ceil_div(rows, TILE_ROWS), self.tp) * TILE_ROWS
 
-    def _exchange(self, *buffers: str, words: int) -> Exchange | None:
-        """words: a token's."""
-        return Exchange(buffers, words * self.tokens) if self.tp > 1 else None
+    def _exchange(self, *buffers: str, words: int, carried: Format | None = None) -> Exchange | None:
+        """words: a token's, before they are carried as something narrower."""
+        words = carried_words(words * self.tokens, carried)
+        return Exchange(buffers, words, carried=carried) if self.tp > 1 else None
 
     def _attention(self, i: int, before: str) -> list[Phase]:
         spec, p = self.spec, f"layers.{i}."
@@ -338,7 +354,11 @@ class _Step:
                 reads=reads,
                 writes=(*writes, _own(inner)),
                 waits=(Wait(result[-1].key if result else before),),
-                exchange=self._exchange("inner", words=chosen * self._tile_rows(self._cols(p + "down"))),
+                exchange=self._exchange(
+                    "inner",
+                    words=chosen * self._tile_rows(self._cols(p + "down")),
+                    carried=self.down_input if moe else None,
+                ),
             )
         )
         result.append(self._down(i, inner, active, narrow))

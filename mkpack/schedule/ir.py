@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from mkpack.manifest import Section
-    from mkpack.spec import ModelSpec
+    from mkpack.spec import Format, ModelSpec
 
 # How long what a buffer holds is valid: until the phase, the layer or the step ends, or as long as the model lives.
 Lifetime = Literal["phase", "layer", "step", "model"]
@@ -63,12 +63,21 @@ class Use:
 class Exchange:
     """What follows a phase where ranks have memory of their own: each sends its part of these buffers to the others, or
     where `first` to the first rank alone. words: of 32 bits, of a rank for the most tokens; not per_token: for
-    any number of them."""
+    any number of them. carried: what values travel as where they are rounded to that; others as they are."""
 
     buffers: tuple[str, ...]
     words: int
     first: bool = False
     per_token: bool = True
+    carried: Format | None = None
+
+
+def carried_words(values: int, carried: Format | None) -> int:
+    """Words of 32 bits that so many values take, which are whole blocks of 16 where they are carried as something.
+    NVFP4 comes in groups of four blocks: a word of their scales, and two of codes each, as in csrc/cpu/carry.h."""
+    if carried == "nvfp4":
+        return -(-values // 64) * 9
+    return values // 2 if carried == "bf16" else values
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from mkpack.errors import InternalError
 from mkpack.schedule import exchange, streams
-from mkpack.schedule.ir import Buffer, Feed, Phase, Schedule, Use
+from mkpack.schedule.ir import Buffer, Feed, Phase, Schedule, Use, carried_words
 
 if TYPE_CHECKING:
     from mkpack.manifest import Section
@@ -143,15 +143,16 @@ def _exchanges(schedule: Schedule) -> Iterator[str]:
             yield f"{p.key} exchanges {', '.join(p.exchange.buffers)}, but there is one rank"
         if p.exchange.words < 1:
             yield f"{p.key} exchanges {p.exchange.words} words: expected at least one"
-        elif schedule.machine is None and (expected := _words(schedule, p)) and p.exchange.words != expected:
-            yield f"{p.key} exchanges {p.exchange.words} words: a rank's part has {expected}"
+        elif schedule.machine is None and (values := _values(schedule, p)):
+            if p.exchange.words != (expected := carried_words(values, p.exchange.carried)):
+                yield f"{p.key} exchanges {p.exchange.words} words: a rank's part has {expected}"
         if p.key not in barriers:
             yield f"{p.key} ends with an exchange, but nobody waits for it"
 
 
-def _words(schedule: Schedule, p: Phase) -> int | None:
-    """Words of a rank's part, as the blob has them: a value for each row that a rank has of the phase's matrix, or,
-    where it has none, for each column of the matrix that reads its result whole. None where there is neither."""
+def _values(schedule: Schedule, p: Phase) -> int | None:
+    """A rank's part for the most tokens, as the blob has it: a value for each row that a rank has of the phase's
+    matrix, or, where it has none, for each column of the matrix that reads its result whole; None without either."""
     sections, moe = {s.name: s for s in schedule.sections}, schedule.spec.moe
     gathered = {name for phase in schedule.phases for name in phase.gathers}
 
