@@ -53,7 +53,7 @@ class Unit:
 
     @property
     def several_ranks(self) -> bool:
-        """Whether it is a GPU kernel with exchanges between ranks, which was not tuned yet and may spill."""
+        """Whether it is a GPU kernel with exchanges between ranks, which was not tuned yet and may spill at last."""
         return "\nconstexpr int kRanks = " in self.header and "\nconstexpr int kRanks = 1;" not in self.header
 
 
@@ -164,25 +164,26 @@ def compile_kernels(units: Sequence[Unit], folder: Path, stop: threading.Event |
     """Compiles kernels side by side, each in `folder`/name. Returns them by name. stop: once set, the compilers are
     ended.
 
-    A GPU kernel that spills registers is compiled again as the next of VARIANTS.
+    A GPU kernel that spills registers is compiled again as the next of VARIANTS; one of several ranks that spills in
+    all of them as the first, and may.
 
     Raises UserError when a tool is missing, InternalError with the compiler's own words when it fails or is ended, or
     when a GPU kernel spills whatever its variant.
     """
     compilers = {target: compiler_of(target) for target in dict.fromkeys(unit.target for unit in units)}
     made: dict[str, Kernel] = {}
-    for variant in VARIANTS:
-        left = [unit for unit in units if unit.name not in made]
-        spills = None
+    spills = None
+    for variant, may_spill in (*((v, False) for v in VARIANTS), (VARIANTS[0], True)):
+        left = [unit for unit in units if unit.name not in made and (unit.several_ranks or not may_spill)]
+        if not left:
+            break
         _run_compilers(left, compilers, variant, folder, stop or threading.Event())
         for unit in left:
             try:
-                made[unit.name] = _kernel(unit, compilers[unit.target], folder / unit.name / "kernel.so")
+                made[unit.name] = _kernel(unit, compilers[unit.target], folder / unit.name / "kernel.so", may_spill)
             except cubin.Spills as error:
                 spills = error
-        if spills is None:
-            break
-    if spills:
+    if spills and len(made) < len({unit.name for unit in units}):
         raise spills
     return {unit.name: made[unit.name] for unit in units}
 
@@ -233,13 +234,13 @@ def _run_ninja(folder: Path, stop: threading.Event) -> tuple[int, str]:
     return running.returncode, output
 
 
-def _kernel(unit: Unit, compiler: platform.Compiler, path: Path) -> Kernel:
+def _kernel(unit: Unit, compiler: platform.Compiler, path: Path, may_spill: bool) -> Kernel:
     library = path.read_bytes()
     requires = {"system": "linux", **_libc(library)}
     if unit.target not in CUDA_TARGETS:
         return Kernel(path, compiler.version, {"cpu": unit.target, **requires})
     resources = cubin.report(
-        library, path.with_name("ptxas.log").read_text(), LAUNCH_REGISTERS, unit.traced or unit.several_ranks
+        library, path.with_name("ptxas.log").read_text(), LAUNCH_REGISTERS, unit.traced or may_spill
     )
     # Machine code runs on every driver for the same CUDA generation; the grid is one block an SM.
     cuda = compiler.version.partition(".")[0] + ".0"

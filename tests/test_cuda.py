@@ -161,29 +161,30 @@ def test_spills_fail_the_build(tuned):
         cubin.report(path.read_bytes(), spilled)
 
 
-@pytest.mark.parametrize("clean", [1, 2, 3])
-def test_what_spills_is_compiled_again_with_registers_spared(clean, tmp_path, monkeypatch):
-    """clean: the attempt that does not spill."""
+@pytest.mark.parametrize(("clean", "ranks"), [(1, 1), (2, 1), (3, 1), (2, 2), (3, 2)])
+def test_what_spills_is_compiled_again_with_registers_spared(clean, ranks, tmp_path, monkeypatch):
+    """clean: the attempt that does not spill. Of several ranks the last attempt may."""
     nvcc = tmp_path / "nvcc"
     nvcc.write_text("#!/bin/sh\nhead -1 model.h >> tried; echo > kernel.so\n")
     nvcc.chmod(0o755)
     monkeypatch.setattr(platform, "nvcc", lambda: platform.Compiler((str(nvcc),), "13.0"))
     attempts = []
 
-    def report(*_):
+    def report(*given):
         attempts.append(1)
+        assert given[-1] == (len(attempts) == 3)
         if len(attempts) < clean:
             raise cubin.Spills("step_kernel spills")
         return ()
 
     monkeypatch.setattr(cubin, "report", report)
-    one = Unit("one", "sm_90a", "first line\n")
-    if clean <= len(compile.VARIANTS):
+    one = Unit("one", "sm_90a", f"first line\nconstexpr int kRanks = {ranks};")
+    if clean <= len(compile.VARIANTS) or ranks > 1:
         assert compile_kernels([one], tmp_path)["one"].compiler == "nvcc 13.0"
     else:
         with pytest.raises(cubin.Spills, match="step_kernel spills"):
             compile_kernels([one], tmp_path)
-    tried = ["first line", "#define MK_SPARE_REGISTERS"][:clean]
+    tried = ["first line", "#define MK_SPARE_REGISTERS", "first line"][: clean if ranks > 1 else min(clean, 2)]
     assert (tmp_path / "one" / "tried").read_text().splitlines() == tried
 
 
