@@ -59,7 +59,7 @@ class Buffer {
 template <class T, int64_t Elements, int64_t Scheduled>
 class Fixed : public Buffer<T> {
  public:
-  static_assert(Elements == Scheduled, "the size of a buffer differs from mkpack/schedule/cpu.py");
+  static_assert(Elements == Scheduled, "the size of a buffer differs from mkpack/schedule/cpu_buffers.py");
   Fixed() : Buffer<T>(Elements) {}
 };
 
