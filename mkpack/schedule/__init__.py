@@ -1,9 +1,9 @@
 """What one step does, as data: phases, the buffers between them, the order of the bytes, and what waits for what.
 
 `ir` is the language. `cpu` says it for the CPU target, with `cpu_buffers` for sizes, and `cuda` for GPUs, with `shape`
-for who has what and `cuda_step` and `cuda_decode` for the two kernels. `cost` counts bytes; `validate` proves a schedule
-before anything is compiled, with `streams` for bytes, rings and budgets and `exchange` for words. codegen writes order,
-barriers and sizes into model.h from here; `mkpack graph` shows it.
+for who has what and `cuda_step` and `cuda_decode` for the two kernels. `cost` counts bytes; `validate` proves a
+schedule before anything is compiled, with `streams` for bytes, rings and budgets and `exchange` for words. codegen
+writes order, barriers and sizes into model.h from here; `mkpack graph` shows it.
 """
 
 from mkpack.schedule.cost import (
