@@ -7,7 +7,7 @@ RECIPE := recipes/smollm2-moe
 ARTIFACT := smollm2-moe.mkpack
 NVFP4 := smollm2-moe-nvfp4.mkpack
 
-.PHONY: demo artifact test gpu-test check lint format bench clean
+.PHONY: demo artifact test gpu-test gpu-test-tp check lint format bench clean
 
 demo: artifact
 	$(BIN)/mkpack run $(ARTIFACT) --prompt "What is the capital of France?"
@@ -35,6 +35,10 @@ test: check
 # built.
 gpu-test: $(VENV)/.test
 	$(BIN)/python -m pytest tests/gpu $(if $(filter command,$(origin ARTIFACT)),--artifact $(ARTIFACT))
+
+# On a machine with 1, 2, 4 or 8 GPUs (docs/TENSOR_PARALLEL.md, "Testing on GPUs"): ranks on a GPU each, or sharing them.
+gpu-test-tp: $(VENV)/.test
+	$(BIN)/python -m pytest tests/gpu/tp
 
 check: lint
 	$(BIN)/mypy

@@ -14,7 +14,11 @@
 enum { MK_OK = 0, MK_ERR_ARGUMENT = -1, MK_ERR_CONTEXT = -2, MK_ERR_TIMEOUT = -3, MK_ERR_MEMORY = -4, MK_ERR_DEVICE = -5 };
 
 /* Bits of mk_options.flags. Kernels of ABI version 1 ignore them: there the field was padding. */
-enum { MK_OPTION_RANKS = 1 }; /* CPU: every rank is a group of threads with memory of its own */
+enum {
+  MK_OPTION_RANKS = 1, /* CPU: every rank is a group of threads with memory of its own */
+  MK_OPTION_LOOPED = 2 /* GPU: of the ranks one alone, whose blob is the only one in weights, with its peers looped back:
+                          what it sends to them it receives in their place. For its speed; its results mean nothing */
+};
 
 /* Why a generation ended. */
 enum { MK_STOP_TOKEN = 0, MK_STOP_LENGTH = 1, MK_STOP_CONTEXT = 2, MK_STOP_CANCELLED = 3 };
@@ -24,7 +28,7 @@ typedef struct mk_model mk_model;
 typedef struct {
   const void* const* weights; /* one packed blob per rank, 4096-byte aligned, alive until mk_destroy */
   uint64_t weights_bytes;     /* of each blob; must equal the compiled-in size */
-  int32_t num_ranks;          /* must equal the compiled-in number */
+  int32_t num_ranks;          /* must equal the compiled-in number, also where one of them is looped back */
   int32_t threads;            /* CPU: worker threads including the caller; 0 = one per core this process may use. A rank
                                  with memory of its own has at least one */
   int32_t context;            /* KV cache positions, at most the compiled-in limit; 0 = that limit */
@@ -58,6 +62,13 @@ typedef struct {
   double step_s;  /* of the device, without the host's part */
   double experts; /* distinct experts that the tokens chose, mean over the layers */
 } mk_timing;
+
+typedef struct {
+  mk_timing step;    /* a step with its exchanges */
+  mk_timing without; /* the same step that sends nothing and awaits nothing: what it computes, and so the experts, differ */
+  int64_t exchanges; /* of a step */
+  int64_t bytes;     /* that they all brought to this rank */
+} mk_rank_timing;
 
 typedef struct {
   int32_t layers; /* of the model, and one that stands for what follows them */
@@ -110,6 +121,8 @@ int32_t mk_trace(mk_model* model, const int32_t* tokens, int32_t num_tokens, int
  * every token after each of `layers` (from 0 on), in their order; after the last layer before the final norm. */
 int32_t mk_step_taps(mk_model* model, const int32_t* tokens, int32_t num_tokens, float* logits, int32_t num_logits,
                      const int32_t* layers, int32_t num_layers, float* hidden);
+/* mk_time_step of a rank that is looped back, with its exchanges and without. */
+int32_t mk_time_rank(mk_model* model, const int32_t* tokens, int32_t num_tokens, mk_rank_timing* timing);
 #ifdef __cplusplus
 }
 #endif

@@ -20,6 +20,7 @@ ERR_MEMORY = -4
 ERR_DEVICE = -5
 
 OPTION_RANKS = 1
+OPTION_LOOPED = 2
 SINCE_RANKS = 2  # the first ABI version whose kernels know it
 
 STOP_TOKEN = 0
@@ -81,6 +82,12 @@ class Timing(ctypes.Structure):
     _fields_ = [("step_s", c_double), ("experts", c_double)]
 
 
+class RankTiming(ctypes.Structure):
+    """mk_rank_timing: what mk_time_rank found."""
+
+    _fields_ = [("step", Timing), ("without", Timing), ("exchanges", c_int64), ("bytes", c_int64)]
+
+
 class TraceShape(ctypes.Structure):
     """mk_trace_shape: what mk_trace traces."""
 
@@ -92,6 +99,7 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "mk_request": Request,
     "mk_result": Result,
     "mk_timing": Timing,
+    "mk_rank_timing": RankTiming,
     "mk_trace_shape": TraceShape,
 }
 
@@ -122,18 +130,21 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
             *(POINTER(c_int32), c_int32, POINTER(c_float)),
         ),
     ),
+    "mk_time_rank": (c_int32, (c_void_p, POINTER(c_int32), c_int32, POINTER(RankTiming))),
 }
-OPTIONAL = frozenset({"mk_time_step", "mk_trace", "mk_step_taps"})  # those that a kernel may lack
+OPTIONAL = frozenset({"mk_time_step", "mk_trace", "mk_step_taps", "mk_time_rank"})  # those that a kernel may lack
 
 # How the header spells the types of struct fields.
 _C_TYPES: dict[Any, str] = {
     c_int32: "int32_t",
+    c_int64: "int64_t",
     c_uint64: "uint64_t",
     c_float: "float",
     c_double: "double",
     POINTER(c_int32): "const int32_t*",
     POINTER(c_void_p): "const void* const*",
     c_char_p: "const char*",
+    Timing: "mk_timing",
 }
 
 

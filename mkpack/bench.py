@@ -1,5 +1,5 @@
 """`mkpack bench`: speed of an artifact on this machine, beside the time its bytes take at the memory's own speed. Here
-of CPU targets; bench_gpu.py measures the others.
+of CPU targets; bench_gpu.py measures the others, bench_rank.py one rank alone.
 
 Decode is measured after filling the cache to a context, prefill while filling it. Both are medians of several runs; the
 bandwidth is that of the same threads over the same weights, the best of passes before, between and after.
@@ -23,6 +23,7 @@ from mkpack.model import Model
 
 if TYPE_CHECKING:
     from mkpack.bench_gpu import GpuResult
+    from mkpack.bench_rank import RankResult
 
 DEFAULT_CONTEXTS = (128, 1024)
 NEW_TOKENS = 64
@@ -95,16 +96,25 @@ def run(
     contexts: Sequence[int] | None = None,
     prompt_tokens: int | None = None,
     new_tokens: int | None = None,
-) -> BenchResult | GpuResult:
-    """Measures an artifact. target, threads, ranks: as load() takes them. contexts: positions in the cache when
-    decoding starts. prompt_tokens, new_tokens: of the generation that is timed on a GPU; a CPU target has none.
+    rank_of: int | None = None,
+    rank: int = 0,
+) -> BenchResult | GpuResult | RankResult:
+    """Measures an artifact. target, threads, ranks, rank_of, rank: as load() takes them. contexts: positions in the
+    cache when decoding starts. prompt_tokens, new_tokens: of the generation that is timed on a GPU; a CPU target and a
+    rank by itself have none.
 
     Raises UserError for a context that leaves no room for the measured tokens.
     """
     start = time.perf_counter()
-    with load(path, target=target, threads=threads, ranks=ranks) as model:
+    with load(path, target=target, threads=threads, ranks=ranks, rank_of=rank_of, rank=rank) as model:
         model.step([0], 0)  # waits for the digests, as the first token of a run does
         load_s = time.perf_counter() - start
+        if rank_of is not None:
+            from mkpack import bench_rank
+
+            if prompt_tokens or new_tokens:
+                raise UserError("--prompt-tokens and --new-tokens: a rank by itself generates nothing of meaning")
+            return bench_rank.run(model, str(path), load_s, rank, contexts)
         if model.manifest.kernels[model.target].layout == "cuda":
             from mkpack import bench_gpu
 

@@ -303,12 +303,18 @@ def bench(
         int | None, typer.Option(min=1, help="GPU: prompt of the generation that is timed. [default: 39]")
     ] = None,
     new_tokens: Annotated[int | None, typer.Option(min=2, help="GPU: tokens that it makes. [default: 512]")] = None,
+    rank_of: Annotated[
+        int | None, typer.Option(metavar="N", help="GPU: one of the artifact's N ranks alone, its peers looped back.")
+    ] = None,
+    rank: Annotated[int, typer.Option(metavar="R", help="Which of them; the others' weights need not be there.")] = 0,
     json: AsJson = False,
 ) -> None:
     """Measure speed beside the bound of this machine's memory."""
     from mkpack import bench as benchmark
     from mkpack.repo import located
 
+    if rank and rank_of is None:
+        raise UserError(f"--rank {rank}: expected --rank-of N with it, the number of the artifact's ranks")
     result = benchmark.run(
         located(artifact),
         target=target,
@@ -317,6 +323,8 @@ def bench(
         contexts=context,
         prompt_tokens=prompt_tokens,
         new_tokens=new_tokens,
+        rank_of=rank_of,
+        rank=rank,
     )
     typer.echo(result.to_json() if json else result.render())
 

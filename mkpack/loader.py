@@ -39,6 +39,8 @@ def load(
     trust_kernel: str | None = None,
     rebuild_kernel: bool = False,
     ranks: bool = False,
+    rank_of: int | None = None,
+    rank: int = 0,
 ) -> Model:
     """Loads an artifact for this machine: a file, an unpacked folder, or hf://org/name@revision, which is pulled first.
 
@@ -48,7 +50,9 @@ def load(
     in limit. verify: check the digest of the weights, in the background; Model waits for it before its first token.
     Everything else is always checked. wait_limit: seconds a step may wait before it is given up. ranks: of an artifact
     for several, on a CPU: each rank is a group of threads (at least one) with its own blob and memory, and they
-    exchange what they compute; by default all threads work on all ranks' parts in memory that they share.
+    exchange what they compute; by default all threads work on all ranks' parts in memory that they share. rank_of: of
+    an artifact for so many ranks, on a GPU: only `rank` is loaded and checked, its peers are looped back, and what it
+    computes means nothing (`mkpack bench --rank-of`); the other ranks' weights need not be there.
 
     A kernel that was not built here runs when its artifact is signed by somebody in the trust list, or when its SHA-256
     is `trust_kernel`, which is remembered (trust.py). rebuild_kernel: do not use it, compile it here instead, which
@@ -67,11 +71,15 @@ def load(
                 gate.require(found.open(), found.target, trust_kernel)
 
         # Every byte is checked by the pull.
-        artifact, verify = pull(text, target=target, verify=verify, before=ask).open(), False
+        only = None if rank_of is None else [rank]
+        artifact, verify = pull(text, target=target, ranks=only, verify=verify, before=ask).open(), False
     else:
         artifact = open_artifact(text, found)
     try:
-        return _load(artifact, found, threads, context, verify, wait_limit, target, trust_kernel, rebuild_kernel, ranks)
+        alone = None if rank_of is None else (rank, rank_of)
+        return _load(
+            artifact, found, threads, context, verify, wait_limit, target, trust_kernel, rebuild_kernel, ranks, alone
+        )
     except BaseException:
         artifact.close()
         raise
@@ -88,10 +96,16 @@ def _load(
     trust_kernel: str | None,
     rebuild_kernel: bool,
     ranks: bool,
+    alone: tuple[int, int] | None,
 ) -> Model:
+    """found: problems so far, to which more are added. alone: a rank, of so many, to be loaded by itself."""
     manifest = artifact.manifest
     target, wrong = choose_target(manifest, wanted)
     found += wrong
+    if alone is not None and target is not None:
+        found += _alone_refusals(manifest, target, ranks, *alone)
+        others = {entry.path for entry in manifest.weights if entry.rank != alone[0]}
+        found[:] = [problem for problem in found if problem.split(": ")[0] not in others]
     if ranks and target is not None:
         found += _ranks_refusals(manifest, target, rebuild_kernel)
     limit = manifest.limits.context
@@ -111,6 +125,8 @@ def _load(
     rebuilt = gate.admit(artifact, target, trust_kernel, rebuild_kernel)
     kernel = manifest.kernels[target]
     blobs = manifest.weights_in(kernel.layout)
+    if alone is not None:
+        blobs = [entry for entry in blobs if entry.rank == alone[0]]
     weights = [entry.path for entry in blobs]
     # A GPU's kernel reads its weights once, into the GPU: they need not stay in this machine's memory, nor fit there.
     on_gpu = kernel.layout == "cuda"
@@ -127,6 +143,7 @@ def _load(
             context=positions,
             wait_limit=wait_limit,
             ranks=ranks,
+            looped_of=alone[1] if alone else None,
         )
     except UserError as e:
         if on_gpu and choose_target(manifest, "cpu")[0]:
@@ -154,6 +171,25 @@ def _ranks_refusals(manifest: Manifest, target: str, rebuilt: bool) -> list[str]
     if known < abi.SINCE_RANKS and not rebuilt:
         return [f"ranks: the kernel {kernel.path} was built by an older mkpack, which has none; rebuild it"]
     return []
+
+
+def _alone_refusals(manifest: Manifest, target: str, ranks: bool, rank: int, rank_of: int) -> list[str]:
+    """Why a rank cannot be loaded by itself."""
+    found = []
+    if manifest.kernels[target].layout != "cuda":
+        found.append(f"rank_of: expected a GPU target, found {target}; build the artifact with one (sm_90a)")
+    if rank_of != manifest.tp or rank_of == 1:
+        has = (
+            f"{manifest.tp}, the ranks this artifact was built for"
+            if manifest.tp > 1
+            else "an artifact of several ranks"
+        )
+        found.append(f"rank_of {rank_of}: expected {has}; parallel.tp of its recipe says how many")
+    if not 0 <= rank < manifest.tp:
+        found.append(f"rank {rank}: expected 0 to {manifest.tp - 1}, the ranks it has")
+    if ranks:
+        found.append("ranks and rank_of contradict each other; give one of them")
+    return found
 
 
 def _read(artifact: Artifact, name: str, found: list[str]) -> bytes:

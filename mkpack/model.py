@@ -15,7 +15,7 @@ from mkpack.digest import Verification
 from mkpack.errors import UserError
 from mkpack.generation import STOP_REASONS, GenerateOptions, Generation, Job, Result, make_request
 from mkpack.manifest import Manifest
-from mkpack.native import NativeModel, Run
+from mkpack.native import NativeModel, RankTiming, Run
 from mkpack.spec import ModelSpec
 from mkpack.text import Decoder, Sampling, Text
 
@@ -146,6 +146,10 @@ class Model:
         tokens: at most limits.tokens_per_step. UserError when the kernel times no step; those for CPUs do not.
         """
         return self._native.time_step(self._one_step(tokens))
+
+    def time_rank(self, tokens: Sequence[int]) -> RankTiming:
+        """time_step() of a rank that was loaded alone (`rank_of` of load()), with its exchanges and without."""
+        return self._native.time_rank(self._one_step(tokens))
 
     def trace(self, tokens: Sequence[int], steps: int) -> tuple[list[str], np.ndarray]:
         """When the device did what, in `steps` steps after what the cache holds, which are not kept: of one token and

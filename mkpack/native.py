@@ -13,7 +13,7 @@ import queue
 import threading
 from _ctypes import dlclose
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mkpack import abi
 from mkpack.errors import InternalError, UserError
@@ -87,6 +87,18 @@ def _unique_path(fd: int) -> str:
     return f"/proc/self/fd/{number}{fd}"
 
 
+class RankTiming(NamedTuple):
+    """A step of one rank with its peers looped back: seconds and distinct experts a layer, with exchanges and without;
+    how many of these a step has, and bytes that they brought."""
+
+    step_s: float
+    experts: float
+    without_s: float
+    without_experts: float
+    exchanges: int
+    nbytes: int
+
+
 class NativeModel:
     """One mk_model. Not for several threads at once, except Run.stop(). close() is idempotent."""
 
@@ -100,9 +112,11 @@ class NativeModel:
         context: int,
         wait_limit: float,
         ranks: bool = False,
+        looped_of: int | None = None,
     ) -> None:
         """weights: address of each rank's blob, valid until close(). ranks: each has threads and memory of its own.
-        Owns `library` from here on, also on failure."""
+        looped_of: there is one, of so many, and its peers are looped back. Owns `library` from here on, also on
+        failure."""
         self._library = library
         self._handle: ctypes.c_void_p | None = None
         self._run: Run | None = None
@@ -110,10 +124,10 @@ class NativeModel:
         options = abi.Options(
             weights=(ctypes.c_void_p * len(weights))(*weights),
             weights_bytes=weights_bytes,
-            num_ranks=len(weights),
+            num_ranks=looped_of or len(weights),
             threads=threads,
             context=context,
-            flags=abi.OPTION_RANKS if ranks else 0,
+            flags=(abi.OPTION_RANKS if ranks else 0) | (abi.OPTION_LOOPED if looped_of else 0),
             wait_limit_s=wait_limit,
         )
         try:
@@ -180,6 +194,14 @@ class NativeModel:
         code = self._library.lib.mk_time_step(handle, ids, len(tokens), ctypes.byref(result))
         self._check(code, "timing a step")
         return result.step_s, result.experts
+
+    def time_rank(self, tokens: Sequence[int]) -> RankTiming:
+        """mk_time_rank."""
+        self._need("mk_time_rank", "times no rank alone")
+        handle, ids, found = self._ready(), (ctypes.c_int32 * len(tokens))(*tokens), abi.RankTiming()
+        self._check(self._library.lib.mk_time_rank(handle, ids, len(tokens), ctypes.byref(found)), "timing a step")
+        a, b = found.step, found.without
+        return RankTiming(a.step_s, a.experts, b.step_s, b.experts, found.exchanges, found.bytes)
 
     def trace(self, tokens: Sequence[int], steps: int) -> tuple[list[str], np.ndarray]:
         """mk_trace: names of the rows, and int64 [steps, layers, rows, sms, 4]."""

@@ -21,11 +21,14 @@ import numpy as np
 import pytest
 from patience import PATIENCE_S
 
-from mkpack import compile, platform
+from mkpack import abi, compile, layout_cuda, platform
+from mkpack import build as builder
 from mkpack.codegen_cuda import cuda_header
+from mkpack.compile import CUDA_TARGETS, Kernel, Unit
 from mkpack.layout_cuda import CudaLayout
 from mkpack.manifest import Limits
 from mkpack.pack_cuda import CudaBlobWriter
+from mkpack.platform import CudaDevice, CudaDriver
 
 EMULATOR = Path(__file__).parent / "cuda" / "emulator"
 MACHINE = tuple(sorted(EMULATOR.glob("*.cpp")))
@@ -138,10 +141,11 @@ class Emulated:
     def library(self, races: bool = False) -> Path:
         return library(self.header, source=self.source, races=races)
 
-    def calls(self, *wanted: Call, races: bool = False, **settings: object) -> list[Any]:
+    def calls(self, *wanted: Call, races: bool = False, looped: int | None = None, **settings: object) -> list[Any]:
         """Results of calls to the model in a process of its own, which the emulator may end: the test then fails with
-        its report. settings: wait_limit_s, and MK_EMULATOR_* without that beginning."""
-        return _calls(self.library(races), self, wanted, **settings)
+        its report. looped: this rank alone, with its peers looped back. settings: wait_limit_s, and MK_EMULATOR_*
+        without that beginning."""
+        return _calls(self.library(races), self, wanted, looped, **settings)
 
     @contextmanager
     def running(self, **options: Any) -> Iterator[kernels.Model]:
@@ -151,9 +155,36 @@ class Emulated:
             yield model
 
 
-def _calls(kernel: Path, model: Emulated, wanted: Sequence[Call], **settings: object) -> list[Any]:
-    options = {"wait_limit_s": settings.pop("wait_limit_s", 1e6)}
-    work = pickle.dumps((kernel, model.layout, model.limits, model.blobs, options, wanted))
+@contextmanager
+def machine(blocks: int) -> Iterator[None]:
+    """This machine has an emulated GPU, which builds compile for and loads find. Its kernels have so many blocks."""
+    compile_others = compile.compile_kernels
+
+    def compile_kernels(units: list[Unit], work: Path, stop: object) -> dict[str, Kernel]:
+        made = compile_others([unit for unit in units if unit.target not in CUDA_TARGETS], work)
+        for unit in units:
+            if unit.target in CUDA_TARGETS:
+                (work / unit.name).mkdir()
+                path = build_library(unit.header, work / unit.name)
+                made[unit.name] = Kernel(path, "g++", {"gpu": unit.target, "sms": blocks, "system": "linux"})
+        return made
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(layout_cuda.GRID, "sm_90a", blocks)
+        patch.setattr(builder, "compile_kernels", compile_kernels)
+        patch.setattr(platform, "nvcc", lambda: platform.Compiler(("nvcc",), "13.0"))
+        gpu = CudaDriver("13.0", (CudaDevice("emulated", "9.0", 160),))
+        patch.setattr(platform, "cuda_driver", lambda: gpu)
+        yield
+
+
+def _calls(kernel: Path, model: Emulated, wanted: Sequence[Call], looped: int | None, **settings: object) -> list[Any]:
+    options: dict[str, Any] = {"wait_limit_s": settings.pop("wait_limit_s", 1e6)}
+    blobs = model.blobs
+    if looped is not None:
+        options |= {"num_ranks": len(blobs), "flags": abi.OPTION_LOOPED}
+        blobs = blobs[looped : looped + 1]
+    work = pickle.dumps((kernel, model.layout, model.limits, blobs, options, wanted))
     environment = {**os.environ, **{f"MK_EMULATOR_{name.upper()}": str(value) for name, value in settings.items()}}
     command = [sys.executable, __file__]
     done = subprocess.run(command, input=work, capture_output=True, env=environment, timeout=2 * PATIENCE_S)

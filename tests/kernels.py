@@ -271,6 +271,13 @@ class Model:
             code = int(self.lib.mk_trace(self.handle, ids, len(tokens), steps, target, ctypes.byref(shape)))
         return code, (shape.names or b"").decode().split("\n"), stamps
 
+    def time_rank(self, tokens: Sequence[int]) -> tuple[int, str, int, int, float, float]:
+        """(code, error, exchanges, bytes, experts with and without exchanges) of mk_time_rank."""
+        found, ids = abi.RankTiming(), (ctypes.c_int32 * len(tokens))(*tokens)
+        code = int(self.lib.mk_time_rank(self.handle, ids, len(tokens), ctypes.byref(found)))
+        error = self.error() if code else ""
+        return code, error, found.exchanges, found.bytes, found.step.experts, found.without.experts
+
     def generate(
         self, prompt: Sequence[int], callback: Any = None, *, stop: Sequence[int] = (), **request: Any
     ) -> Generated:

@@ -31,6 +31,7 @@ TYPES = {
     "const mk_request*": ctypes.POINTER(abi.Request),
     "mk_result*": ctypes.POINTER(abi.Result),
     "mk_timing*": ctypes.POINTER(abi.Timing),
+    "mk_rank_timing*": ctypes.POINTER(abi.RankTiming),
     "mk_trace_shape*": ctypes.POINTER(abi.TraceShape),
     "int64_t*": ctypes.POINTER(ctypes.c_int64),
     "mk_token_callback": abi.TokenCallback,

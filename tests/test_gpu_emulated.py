@@ -4,7 +4,6 @@ kernel says. The way is the user's: recipe, build, load, generate."""
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import builds
 import emulator
@@ -13,15 +12,12 @@ import layerwise
 import numpy as np
 import pytest
 
-from mkpack import bench, bench_gpu, card, layout_cuda, platform, rebuild, session
+from mkpack import bench, bench_gpu, card, platform, rebuild, session
 from mkpack import build as builder
-from mkpack import compile as compiling
 from mkpack import trace as tracing
 from mkpack.artifact import extract
-from mkpack.compile import CUDA_TARGETS, Kernel, Unit
 from mkpack.errors import UserError
 from mkpack.loader import load
-from mkpack.platform import CudaDevice, CudaDriver
 
 BLOCKS = 4  # an emulated GPU is slow, and any number of blocks computes the same
 SHAPE = {"hidden_size": 64, "head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -33,23 +29,7 @@ PROMPT = [7, 3, 250, 11, 90]
 def recipe(tmp_path_factory):
     """Of an artifact for this machine's CPU and the emulated GPU, which the loader finds."""
     folder = tmp_path_factory.mktemp("emulated")
-    compile_cpu = compiling.compile_kernels
-
-    def compile_kernels(units: list[Unit], work: Path, stop: object) -> dict[str, Kernel]:
-        made = compile_cpu([unit for unit in units if unit.target not in CUDA_TARGETS], work)
-        for unit in units:
-            if unit.target in CUDA_TARGETS:
-                (work / unit.name).mkdir()
-                path = emulator.build_library(unit.header, work / unit.name)
-                made[unit.name] = Kernel(path, "g++", {"gpu": unit.target, "sms": BLOCKS, "system": "linux"})
-        return made
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(layout_cuda.GRID, "sm_90a", BLOCKS)
-        patch.setattr(builder, "compile_kernels", compile_kernels)
-        patch.setattr(platform, "nvcc", lambda: platform.Compiler(("nvcc",), "13.0"))
-        gpu = CudaDriver("13.0", (CudaDevice("emulated", "9.0", 160),))
-        patch.setattr(platform, "cuda_driver", lambda: gpu)
+    with emulator.machine(BLOCKS):
         checkpoint = families.make_checkpoint(folder / "checkpoint", "qwen3_moe", **SHAPE, mlp_only_layers=[1])
         keys = {"targets": ["native", "sm_90a"], "quantise": {"attention": "fp8"}, "limits": {"context": 48}}
         yield builds.write_recipe(folder / "recipe.yaml", checkpoint, **keys)

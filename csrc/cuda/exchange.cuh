@@ -9,12 +9,31 @@
 
 namespace mk {
 
+// How a rank that measures itself alone, as rank 0, does without its peers: what it sends to one lands in its own images, in
+// that peer's place, so that stores, waits and clearing are as many as with them. What it computes then means nothing.
+enum Loop : int32_t {
+  kNotLooped,
+  kLooped,
+  kCounted,  // and adds up what it does
+  kMuted,    // sends nothing and awaits nothing: the step without its exchanges
+};
+// A word's place in a row of an image, of which every rank has `share` words, the last ones perhaps fewer.
+struct ImagePlace {
+  int at, row, share;
+};
+// Of images that are never looped back.
+struct UnloopedImages {
+  static constexpr bool kLoops = false;
+};
+
 // The ranks of a model as one of them sees them. In the parameters of a kernel.
 template <int kRanks>
 struct Peers {
   int32_t rank;             // this one
+  Loop loop;
   uint32_t* words[kRanks];  // of every rank its receive memory: images one after the other, three times; EMPTY at first
   uint32_t* sent[kRanks];   // of every rank, by rank: how many times a block of that one has sent; used by flags only
+  uint32_t* counts;         // looped back and counted: exchanges, words taken
 };
 
 __device__ __forceinline__ uint2 sendable(uint2 w) { return {sendable(w.x), sendable(w.y)}; }
@@ -33,7 +52,8 @@ __device__ __forceinline__ void clear_words(uint32_t* p, uint4) {
 }
 
 // One exchange of one epoch. kByFlag: the oracle, in which words are read after an acquire of what their senders released.
-template <int kRanks, bool kByFlag>
+// Images: which of its words are whose, where they may be looped back.
+template <int kRanks, bool kByFlag, class Images = UnloopedImages>
 struct Exchange {
   const Peers<kRanks>& peers;
   uint32_t at;  // words before this image's copy
@@ -43,12 +63,23 @@ struct Exchange {
   template <class Word>
   __device__ __forceinline__ void put(uint32_t i, Word w) const {
     w = sendable(w);
+    if constexpr (Images::kLoops)
+      if (peers.loop != kNotLooped) return put_back(i, w);
 #pragma unroll
     for (int k = 1; k < kRanks; k++) {
       int peer = peers.rank + k;
       if (peer >= kRanks) peer -= kRanks;
       store_peer(peers.words[peer] + at + i, w);
     }
+  }
+  // The same looped back.
+  template <class Word>
+  __device__ __forceinline__ void put_back(int i, Word w) const {
+    if (peers.loop == kMuted) return;
+    const ImagePlace place = Images::place(i);
+#pragma unroll 1
+    for (int k = 1, ahead = place.share; k < kRanks && place.at + ahead < place.row; k++, ahead += place.share)
+      store_peer(peers.words[0] + at + i + ahead, w);
   }
   // By flag: after a block's last put, by one thread that knows of all of them.
   __device__ __forceinline__ void sent() const {
@@ -70,6 +101,11 @@ struct Exchange {
   // Words i, ... of the image, of `peer`, once they are here; by one thread, as what it leaves is EMPTY.
   template <class Word, class Waiting>
   __device__ __forceinline__ Word take(uint32_t i, int peer, Waiting&& waiting) const {
+    if constexpr (Images::kLoops)
+      if (peers.loop >= kCounted) {
+        if (peers.loop == kMuted) return Word{};
+        atomicAdd(peers.counts + 1, (uint32_t)(sizeof(Word) / sizeof(uint32_t)));
+      }
     uint32_t* p = peers.words[peers.rank] + at + i;
     Word w;
     load_peer(w, p);

@@ -37,6 +37,23 @@ inline mk_timing time_step(mk_model& model, const int32_t* tokens, int count) {
   return {start.seconds_until(end), (double)hit / (kMoeCount * passes)};
 }
 
+// The same of a rank that is looped back; what its exchanges are is counted in a step of its own before.
+inline mk_rank_timing time_rank(mk_model& model, const int32_t* tokens, int count) {
+  uint32_t counts[2] = {};
+  void* const at = model.work.get() + model.places.loop_counts;
+  const auto timed = [&](Loop loop) {
+    set_loop(model.params, loop);
+    const mk_timing found = time_step(model, tokens, count);
+    set_loop(model.params, kLooped);
+    return found;
+  };
+  check(cudaMemsetAsync(at, 0, sizeof counts, model.stream), "clearing the counts of exchanges");
+  timed(kCounted);
+  check(cudaMemcpy(counts, at, sizeof counts, cudaMemcpyDeviceToHost), "copying the counts of exchanges from the GPU");
+  const mk_timing with = timed(kLooped), without = timed(kMuted);
+  return {with, without, counts[0], (int64_t)counts[1] * (int64_t)sizeof(uint32_t)};
+}
+
 // ---- trace -----------------------------------------------------------------------------------------------------------
 constexpr int kTraceBefore = 1;  // steps that run first: weights of a launch's first step are not on their way
 

@@ -149,7 +149,9 @@ MK_EXPORT int32_t mk_create(const mk_options* o, mk_model** out) {
   if (o->num_ranks != kRanks)
     return fail(MK_ERR_ARGUMENT, "compiled for " + std::to_string(kRanks) + (kRanks == 1 ? " rank" : " ranks") + ", given " +
                                      std::to_string(o->num_ranks));
-  if (o->flags) return fail(MK_ERR_ARGUMENT, "flags has bits that this kernel does not know");
+  if (o->flags & ~MK_OPTION_LOOPED) return fail(MK_ERR_ARGUMENT, "flags has bits that this kernel does not know");
+  const bool looped = o->flags & MK_OPTION_LOOPED;
+  if (looped && kRanks == 1) return fail(MK_ERR_ARGUMENT, "compiled for 1 rank, which has no peers to loop back");
   if (o->weights_bytes != m::blob_bytes)
     return fail(MK_ERR_ARGUMENT, "the weights must be " + std::to_string(m::blob_bytes) + " bytes, given " +
                                      std::to_string(o->weights_bytes));
@@ -159,13 +161,13 @@ MK_EXPORT int32_t mk_create(const mk_options* o, mk_model** out) {
   if (!(o->wait_limit_s > 0)) return fail(MK_ERR_ARGUMENT, "wait_limit_s must be above 0");
   try {
     const uint64_t small = Workspace().bytes + uint64_t{kMaxContext} * kRotary * sizeof(float) + (64 << 20);
-    const int per_device = ranks_a_device(count_devices());
-    for (int device = kRanks / per_device - 1; device >= 0; device--)  // the first is left open
+    const int devices = count_devices(), per_device = looped ? 1 : ranks_a_device(devices);
+    for (int device = looped ? 0 : kRanks / per_device - 1; device >= 0; device--)  // the first is left open
       open_device<kFastDecode>(device, per_device, per_device * (m::blob_bytes + kKvBytes + small),
                                (per_device == 1 ? "" : std::to_string(per_device) + " times ") + "weights " +
                                    gigabytes(m::blob_bytes) + ", KV cache of " + std::to_string(kMaxContext) +
                                    " positions " + gigabytes(kKvBytes));
-    *out = new mk_model(o->weights, per_device, o->context ? o->context : m::context, o->wait_limit_s);
+    *out = new mk_model(o->weights, per_device, o->context ? o->context : m::context, o->wait_limit_s, looped);
     return MK_OK;
   } catch (const Failure& e) {
     return fail(e.code, e.what());
@@ -302,6 +304,15 @@ MK_EXPORT int32_t mk_time_step(mk_model* model, const int32_t* tokens, int32_t c
   if (int32_t code = check_step(model, tokens, count)) return code;
   return guarded(model, [&] {
     *timing = time_step(*model, tokens, count);
+    return MK_OK;
+  });
+}
+
+MK_EXPORT int32_t mk_time_rank(mk_model* model, const int32_t* tokens, int32_t count, mk_rank_timing* timing) {
+  if (!model->looped) return fail(MK_ERR_ARGUMENT, "its ranks are not looped back: MK_OPTION_LOOPED loads one so");
+  if (int32_t code = check_step(model, tokens, count)) return code;
+  return guarded(model, [&] {
+    *timing = time_rank(*model, tokens, count);
     return MK_OK;
   });
 }

@@ -44,6 +44,26 @@ void connect(const std::vector<Rank*>& ranks) {
     }
 }
 
+// Makes a rank its own peers: it acts as rank 0, whatever its weights are, since only that one speaks with the host.
+template <class Rank>
+void loop_back(Rank& rank) {
+  if constexpr (kRanks > 1) {
+    auto& p = rank.params;
+    p.peers.rank = 0;
+    p.peers.loop = kLooped;
+    p.peers.counts = (uint32_t*)(rank.work.get() + rank.places.loop_counts);
+    for (int k = 0; k < kRanks; k++) {
+      p.peers.words[k] = (uint32_t*)(rank.work.get() + rank.places.receive);
+      p.peers.sent[k] = (uint32_t*)(rank.work.get() + rank.places.sent) + k;  // what this one adds to is what that one would
+      p.reports[k] = p.report;
+    }
+  }
+}
+template <class Params>
+void set_loop(Params& p, Loop loop) {
+  if constexpr (kRanks > 1) p.peers.loop = loop;
+}
+
 template <class Params>
 void count_exchanges(Params& p, uint32_t exchanges) {
   if constexpr (kRanks > 1) p.exchanges = exchanges;

@@ -70,8 +70,9 @@ struct RankWatch : BlockWatch {
     const volatile uint32_t& abandoned = report->abandoned;
     if (abandoned) expired = 1;
     told = expired;
-    if (!told || abandoned || report->sm != (uint32_t)sm) return;
-    report->peer = (uint32_t)*awaited;
+    if (!told || report->sm != (uint32_t)sm) return;
+    report->peer = (uint32_t)*awaited;  // also where another rank gave up at the same moment
+    if (abandoned) return;
     for (int k = 0; k < kRanks; k++)
       if (k != rank) store_peer(&reports[k]->abandoned, (uint32_t)rank + 1);
   }

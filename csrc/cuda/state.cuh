@@ -78,6 +78,7 @@ struct Workspace {
   const size_t experts_hit = place<uint32_t>(1);
   const size_t receive = place<uint32_t>(kReceiveWords);
   const size_t sent = place<uint32_t>(kRanks);
+  const size_t loop_counts = place<uint32_t>(2);
 };
 
 #ifndef MK_MORE_SPLITS
@@ -133,8 +134,10 @@ struct mk_model : mk::RankState {
   std::atomic<bool> cancelled{false};
   std::unique_ptr<mk::DeviceArray<float>> taps;  // [kLayers][kMaxTokens][kHidden], once it was asked for
 
-  // per_device: ranks on each device.
-  mk_model(const void* const* blobs, int per_device, int context, double wait_limit_s);
+  const bool looped;  // there is one rank, of several, and it is its own peers
+
+  // per_device: ranks on each device. looped: of blobs there is one.
+  mk_model(const void* const* blobs, int per_device, int context, double wait_limit_s, bool looped);
 
   // Puts a launch of the step kernel into the streams: `given` tokens, which lie in the history from position `length` on,
   // then new_tokens chosen ones, of which the host finds the first in the mailbox at `made`.
@@ -155,7 +158,8 @@ struct mk_model : mk::RankState {
                 "copying tokens to the GPU");
     });
   }
-  // Copies the logits of a row of the last launch: every rank has those of its part of the vocabulary.
+  // Copies the logits of a row of the last launch: every rank has those of its part of the vocabulary; where one is looped
+  // back, the others' are 0.
   void copy_logits(int row, float* to);
   // Chosen token i, as soon as it is there; -1 when the kernel ended without it.
   int32_t await_token(int i);
@@ -220,11 +224,11 @@ inline mk::RankState::RankState(const void* blob, int device) : device(device) {
   check(cudaDeviceSynchronize(), "setting the model up");
 }
 
-inline mk_model::mk_model(const void* const* blobs, int per_device, int context, double wait_limit_s)
-    : RankState(blobs[0], 0), context(context), wait_limit_s(wait_limit_s) {
+inline mk_model::mk_model(const void* const* blobs, int per_device, int context, double wait_limit_s, bool looped)
+    : RankState(blobs[0], 0), context(context), wait_limit_s(wait_limit_s), looped(looped) {
   using namespace mk;
   devices.push_back({0, stream, {this}});
-  for (int r = 1; r < kRanks; r++) {
+  for (int r = 1; r < kRanks && !looped; r++) {
     const int device = r / per_device;
     check(cudaSetDevice(device), "turning to a GPU");
     if (device == (int)devices.size()) {
@@ -242,11 +246,15 @@ inline mk_model::mk_model(const void* const* blobs, int per_device, int context,
     r.params.wait_limit_ns = (uint64_t)(std::min(wait_limit_s, 1e9) * 1e9);
     r.params.max_length = context;
   });
-  connect(all);
+  if (looped)
+    loop_back<RankState>(*this);
+  else
+    connect(all);
 }
 
 inline void mk_model::copy_logits(int row, float* to) {
   using namespace mk;
+  if (looped) std::fill_n(to, kVocab, 0.f);
   each_rank([&](RankState& r, int rank, cudaStream_t) {
     const int first = std::min(kVocab, rank * kHeadRows), rows = std::min(kVocab, first + kHeadRows) - first;
     if (rows)

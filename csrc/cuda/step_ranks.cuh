@@ -29,9 +29,28 @@ constexpr int kSentAttention = kQRows / 2, kSentMid = kUnits * kUnitRows, kSentO
 constexpr int kSentSwiglu = kPairUnits * 8 / 2;  // and of every expert
 constexpr int kSentBest = 2 * kGrid, kSentCancel = 1, kSentLogits = kHeadRows;
 
+// Of every image its rows and what of them is a rank's, for one that is looped back: an image that is added must be here too, or
+// that rank waits in vain. Of the cancel word a row is rank 0's alone.
+struct StepImages {
+  static constexpr bool kLoops = true;
+  static MK_HD ImagePlace place(int i) {
+    const auto in_rows = [](int at, int row, int share) { return ImagePlace{at % row, row, share}; };
+    if (i < kImageMid) return in_rows(i - kImageAttention, kModelQRows / 2, kSentAttention);
+    if (i < kImageMidSquares) return in_rows(i - kImageMid, kHidden, kSentMid);
+    if (i < kImageSwiglu) return in_rows(i - kImageMidSquares, kModelUnits, kSentSquares);
+    if (i < kImageOut) return in_rows(i - kImageSwiglu, kMoeIntermediate / 2, kSentSwiglu);
+    if (i < kImageOutSquares) return in_rows(i - kImageOut, kHidden / 2, kSentOut);
+    if (i < kImageBest) return in_rows(i - kImageOutSquares, kModelUnits, kSentSquares);
+    if (i < kImageCancel) return in_rows(i - kImageBest, 2 * kBests, kSentBest);
+    if (i < kImageLogits) return in_rows(i - kImageCancel, 4, 4);
+    if (i < kImageQk) return in_rows(i - kImageLogits, kModelHeadRows, kSentLogits);
+    return in_rows(i - kImageQk, kModelQkUnits, kSentQk);
+  }
+};
+
 // Templates, so that kernels of one rank need not know the members that only several have.
 template <class Block>
-__device__ __forceinline__ Exchange<kRanks, kExchangeFlags> exchange_of(const Block& b) {
+__device__ __forceinline__ Exchange<kRanks, kExchangeFlags, StepImages> exchange_of(const Block& b) {
   return {b.p.peers, b.s.epoch % kExchangeCopies * (uint32_t)kImageWords};
 }
 // While a thread waits for a peer; true when it must not.
@@ -48,6 +67,7 @@ __device__ __forceinline__ void watch_peers(Watch& watch, const Block& b) {
 // Between what a block puts and what it takes, once an exchange.
 template <class Block>
 __device__ __forceinline__ void begin_takes(const Block& b) {
+  if (b.p.peers.loop == kCounted && b.tid == 0 && b.sm() == 0) atomicAdd(b.p.peers.counts, 1u);
   if constexpr (kExchangeFlags) {
     team_sync<kTeam>();
     if (b.tid == 0) {

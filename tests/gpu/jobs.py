@@ -1,13 +1,14 @@
 """What the GPU suite does with kernels, each function in a process of its own: what hangs is ended from outside, what
 crashes takes nothing with it, and GPU memory is back afterwards.
 
-    run("name of a function here", arguments ..., limit=seconds)
+    run("name of a function here, or module:name", arguments ..., limit=seconds)
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -50,8 +51,9 @@ class JobFailed(AssertionError):
 
 
 def run(job: str, *arguments: Any, limit: float, before: Sequence[str | Path] = (), **environment: str) -> Any:
-    """The result of a function of this file, called in another process. before: a program and its options that runs
-    that process, such as a checker; its output is the second part of the result then."""
+    """The result of a function of this file (or of a module that PYTHONPATH in `environment` finds), called in another
+    process. before: a program and its options that runs that process, such as a checker; its output is the second part
+    of the result then."""
     with tempfile.TemporaryDirectory(prefix="mkpack-gpu-") as folder:
         given, found = Path(folder) / "given", Path(folder) / "found"
         given.write_bytes(pickle.dumps((job, arguments)))
@@ -86,12 +88,18 @@ class Built:
     kernel: Path
     layout: Layout | CudaLayout
     limits: Limits
-    blob: Path
+    blobs: tuple[Path, ...]  # of the ranks
+
+    @property
+    def blob(self) -> Path:
+        """That of the only rank."""
+        (blob,) = self.blobs
+        return blob
 
     @contextmanager
     def running(self, **options: Any) -> Iterator[kernels.Model]:
         options = {"threads": platform.cores(), "wait_limit_s": 20.0, **options}
-        blobs = [np.memmap(self.blob, np.uint8, "r")]
+        blobs = [np.memmap(blob, np.uint8, "r") for blob in self.blobs]
         with kernels.running(self.kernel, self.layout, self.limits, blobs, **options) as model:
             yield model
 
@@ -105,9 +113,9 @@ def of_artifact(folder: Path, target: str) -> Built:
         manifest = artifact.manifest
         name = next(t for t in sorted(manifest.kernels) if (manifest.kernels[t].layout == "cuda") == (target == "gpu"))
         kernel = manifest.kernels[name]
-        (blob,) = manifest.weights_in(kernel.layout)
+        blobs = tuple(folder / entry.path for entry in manifest.weights_in(kernel.layout))
         layout = layouts(manifest)[target == "gpu"]
-        return Built(folder / kernel.path, layout, manifest.limits, folder / blob.path)
+        return Built(folder / kernel.path, layout, manifest.limits, blobs)
 
 
 def layouts(manifest: Manifest) -> tuple[Layout, CudaLayout]:
@@ -388,7 +396,8 @@ def small_run(built: Built, prompt: Tokens, new: int) -> Any:
 def _main(given: Path, found: Path) -> None:
     job, arguments = pickle.loads(given.read_bytes())
     try:
-        result = True, globals()[job](*arguments)
+        module, _, name = job.rpartition(":")
+        result = True, (getattr(importlib.import_module(module), name) if module else globals()[name])(*arguments)
     except BaseException:
         result = False, traceback.format_exc()
     partial = found.with_suffix(".part")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import shutil
 from collections.abc import Iterable, Mapping
@@ -39,6 +40,12 @@ class Small:
     @property
     def limits(self) -> Limits:
         return Limits(context=self.context, tokens_per_step=16)
+
+    def of_ranks(self, tp: int, per_device: int) -> Small:
+        """The same model for several ranks."""
+        one = self.layout
+        layout = CudaLayout(one.spec, one.precision, one.router_format, tp, per_device)
+        return dataclasses.replace(self, layout=layout)
 
     def header(self, grid: int | None = None) -> str:
         return cuda_header(self.layout, self.limits, "sm_90a", grid=grid or self.grid)
@@ -186,7 +193,8 @@ def pack(model: Small, kernel: Path, folder: Path) -> tuple[Built, kernels.Weigh
     """Random weights, packed."""
     weights = kernels.Weights.random(model.layout)
     folder.mkdir(parents=True, exist_ok=True)
-    with CudaBlobWriter(model.layout, folder / "blob") as writer:
+    blobs = tuple(folder / f"blob-{rank}" for rank in range(model.layout.tp))
+    with CudaBlobWriter(model.layout, blobs) as writer:
         for name, q in weights.tensors.items():
             writer.put(name, q, q.format)
-    return Built(kernel, model.layout, model.limits, folder / "blob"), weights
+    return Built(kernel, model.layout, model.limits, blobs), weights

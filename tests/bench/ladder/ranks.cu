@@ -3,7 +3,10 @@
 // themselves and by flags: every word is checked, and both must leave the same sums. Then timed, beside the bytes of all
 // ranks.
 //   python tests/bench/ladder/run.py ranks
-// An argument: rounds of the first part, for trying the program.
+// An argument: rounds of the first part, for trying the program. Or: DEVICES RANKS ROUNDS BYTES ..., for so many ranks spread
+// over so many GPUs: hammered a twentieth of the rounds, then timed with each number of bytes of all ranks (a multiple of 16 a
+// rank), lines of: bytes, us by words, us by flags. `make gpu-test-tp` runs it so.
+#include <memory>
 #include "bench.cuh"
 #include "exchange.cuh"
 
@@ -17,10 +20,11 @@ constexpr double kHitCycles = 270;
 template <int kRanks>
 struct Params {
   Peers<kRanks> peers[kRanks];
-  uint32_t* barriers;  // [kRanks]
-  uint64_t* sums;      // [kRanks]
-  uint32_t* result;    // [kRanks][words]
-  int32_t* wrong;      // words that were not what was sent; waits that ended
+  uint32_t* barriers[kRanks];  // two of each
+  uint64_t* sums[kRanks];
+  uint32_t* result[kRanks];  // [words]
+  int32_t* wrong[kRanks];    // words that were not what was sent; waits that ended
+  int first;                 // rank of this launch
   int grid;            // blocks of a rank
   int words;           // of an image, a multiple of 4 times the ranks
   int rounds;
@@ -37,9 +41,9 @@ template <int kRanks, bool kByFlag>
 __global__ void __launch_bounds__(kThreadsEach, 1) exchange_ranks(Params<kRanks> p) {
   MK_DYNAMIC_SHARED(raw);
   volatile int32_t& failed = *(volatile int32_t*)raw;
-  const int rank = blockIdx.x / p.grid, block = blockIdx.x % p.grid, tid = threadIdx.x;
+  const int rank = p.first + blockIdx.x / p.grid, block = blockIdx.x % p.grid, tid = threadIdx.x;
   const Peers<kRanks>& peers = p.peers[rank];
-  uint32_t* result = p.result + (int64_t)rank * p.words;
+  uint32_t *result = p.result[rank], *barriers = p.barriers[rank];
   const int share = p.words / kRanks, stride = p.grid * kThreadsEach, first = block * kThreadsEach + tid;
   if (tid == 0) failed = 0;
   __syncthreads();
@@ -96,70 +100,126 @@ __global__ void __launch_bounds__(kThreadsEach, 1) exchange_ranks(Params<kRanks>
     // The rank's blocks meet, as after every phase of a step.
     __syncthreads();
     if (tid == 0) {
-      add_release(p.barriers + rank, 1);
-      for (uint32_t spins = 1; (int32_t)(load_acquire(p.barriers + rank) - (uint32_t)(round + 1) * p.grid) < 0; spins++)
+      add_release(barriers, 1);
+      for (uint32_t spins = 1; (int32_t)(load_acquire(barriers) - (uint32_t)(round + 1) * p.grid) < 0; spins++)
         if (spins % 16 == 0 && waiting(rank)) break;
     }
     __syncthreads();
     if (!p.delays) continue;
     for (int i = first; i < p.words; i += stride) {
       const uint32_t w = __ldcg(result + i);
-      if (w != sendable(pattern(round, i))) atomicAdd(p.wrong, 1);
+      if (w != sendable(pattern(round, i))) atomicAdd(p.wrong[rank], 1);
       sum += (uint64_t)w * hash(i);
     }
     // What was read is overwritten in the next round.
     __syncthreads();
     if (tid == 0) {
-      add_release(p.barriers + kRanks + rank, 1);
-      for (uint32_t spins = 1; (int32_t)(load_acquire(p.barriers + kRanks + rank) - (uint32_t)(round + 1) * p.grid) < 0; spins++)
+      add_release(barriers + 1, 1);
+      for (uint32_t spins = 1; (int32_t)(load_acquire(barriers + 1) - (uint32_t)(round + 1) * p.grid) < 0; spins++)
         if (spins % 16 == 0 && waiting(rank)) break;
     }
     __syncthreads();
   }
-  atomicAdd((unsigned long long*)p.sums + rank, (unsigned long long)sum);
-  if (tid == 0 && failed) atomicAdd(p.wrong, 1);
+  atomicAdd((unsigned long long*)p.sums[rank], (unsigned long long)sum);
+  if (tid == 0 && failed) atomicAdd(p.wrong[rank], 1);
 }
+
+// A rank's memory, on its device.
+struct Own {
+  Array<uint32_t> receive, sent, barriers{2}, result;
+  Array<uint64_t> sums{1};
+  Array<int32_t> wrong{1};
+  Own(int words, int ranks) : receive((int64_t)kExchangeCopies * words), sent(ranks), result(words) {}
+};
 
 template <int kRanks>
 struct Run {
-  int words, grid;
-  Array<uint32_t> receive{(int64_t)kRanks * kExchangeCopies * words}, sent{kRanks * kRanks}, barriers{2 * kRanks},
-      result{(int64_t)kRanks * words};
-  Array<uint64_t> sums{kRanks};
-  Array<int32_t> wrong{1};
+  int words, grid, devices;
+  std::vector<std::unique_ptr<Own>> own;
   Params<kRanks> p{};
 
-  Run(int words, int grid) : words(words), grid(grid) {
+  Run(int words, int grid, int devices = 1) : words(words), grid(grid), devices(devices) {
+    for (int r = 0; r < kRanks; r++) {
+      CHECK(cudaSetDevice(device(r)));
+      own.push_back(std::make_unique<Own>(words, kRanks));
+      CHECK(cudaMemset(own[r]->wrong.data, 0, 4));
+    }
     for (int r = 0; r < kRanks; r++) {
       p.peers[r].rank = r;
-      for (int k = 0; k < kRanks; k++) {
-        p.peers[r].words[k] = receive.data + (int64_t)k * kExchangeCopies * words;
-        p.peers[r].sent[k] = sent.data + k * kRanks;
-      }
+      for (int k = 0; k < kRanks; k++) p.peers[r].words[k] = own[k]->receive.data, p.peers[r].sent[k] = own[k]->sent.data;
+      p.barriers[r] = own[r]->barriers.data, p.sums[r] = own[r]->sums.data;
+      p.result[r] = own[r]->result.data, p.wrong[r] = own[r]->wrong.data;
     }
-    p.barriers = barriers.data, p.sums = sums.data, p.result = result.data, p.wrong = wrong.data;
     p.grid = grid, p.words = words;
-    CHECK(cudaMemset(wrong.data, 0, 4));
+    CHECK(cudaSetDevice(0));
+  }
+  int device(int rank) const { return rank * devices / kRanks; }
+  void each_device(auto&& work) const {
+    for (int d = devices - 1; d >= 0; d--) {
+      CHECK(cudaSetDevice(d));
+      work(d);
+    }
+  }
+  // Nothing may be sent before all have emptied what they receive in.
+  void reset() {
+    for (int r = 0; r < kRanks; r++) {
+      CHECK(cudaSetDevice(device(r)));
+      for (const auto* a : {&own[r]->sent, &own[r]->barriers}) CHECK(cudaMemset(a->data, 0, a->size * 4));
+      CHECK(cudaMemset(own[r]->receive.data, 0xFF, own[r]->receive.size * 4));
+      CHECK(cudaMemset(own[r]->sums.data, 0, 8));
+    }
+    each_device([](int) { CHECK(cudaDeviceSynchronize()); });
   }
   template <bool kByFlag>
   void operator()(int rounds, bool delays) {
     p.rounds = rounds, p.delays = delays;
-    CHECK(cudaMemset(receive.data, 0xFF, receive.size * 4));
-    CHECK(cudaMemset(sent.data, 0, sent.size * 4));
-    CHECK(cudaMemset(barriers.data, 0, barriers.size * 4));
-    CHECK(cudaMemset(sums.data, 0, kRanks * 8));
-    launch(exchange_ranks<kRanks, kByFlag>, kRanks * grid, kThreadsEach, 16, true, p);
+    each_device([&](int d) {
+      p.first = d * (kRanks / devices);
+      launch(exchange_ranks<kRanks, kByFlag>, kRanks / devices * grid, kThreadsEach, 16, true, p);
+    });
+  }
+  // us of a round by the first device's clock, median of five.
+  template <bool kByFlag>
+  double timed(int rounds) {
+    std::vector<float> all;
+    cudaEvent_t a, b;
+    CHECK(cudaEventCreate(&a));
+    CHECK(cudaEventCreate(&b));
+    for (int i = 0; i < 6; i++) {
+      reset();
+      CHECK(cudaEventRecord(a));
+      operator()<kByFlag>(rounds, false);
+      CHECK(cudaEventRecord(b));
+      CHECK(cudaEventSynchronize(b));
+      float ms;
+      CHECK(cudaEventElapsedTime(&ms, a, b));
+      if (i) all.push_back(ms);
+    }
+    std::sort(all.begin(), all.end());
+    return all[2] * 1e3 / rounds;
+  }
+  void check() {
+    each_device([](int) { CHECK(cudaDeviceSynchronize()); });
+    for (int r = 0; r < kRanks; r++) expect(own[r]->wrong.get(0, 1)[0] == 0, "words that came through");
+  }
+  std::vector<uint64_t> sums() const {
+    std::vector<uint64_t> found;
+    for (int r = 0; r < kRanks; r++) found.push_back(own[r]->sums.get(0, 1)[0]);
+    return found;
   }
 };
 
 template <int kRanks>
-void hammer(int rounds, int words, int grid) {
-  Run<kRanks> run(words, grid);
+void hammer(int rounds, int words, int grid, int devices = 1) {
+  Run<kRanks> run(words, grid, devices);
+  run.reset();
   run.template operator()<false>(rounds, true);
-  const std::vector<uint64_t> found = run.sums.get(0, kRanks);
+  run.check();
+  const std::vector<uint64_t> found = run.sums();
+  run.reset();
   run.template operator()<true>(rounds, true);
-  expect(run.wrong.get(0, 1)[0] == 0, "words that came through");
-  expect(run.sums.get(0, kRanks) == found, "the same sums by words and by flags");
+  run.check();
+  expect(run.sums() == found, "the same sums by words and by flags");
   for (int r = 1; r < kRanks; r++) expect(found[r] == found[0], "the same sums on every rank");
 }
 
@@ -168,17 +228,49 @@ void time_it(int words, int grid) {
   constexpr int kRounds = 5000;
   Run<kRanks> run(words, grid);
   char what[80];
-  const auto show = [&](const char* how, double t) {
+  const auto show = [&](const char* how, double us) {
     snprintf(what, sizeof what, "%d ranks x %d SMs, %d B in all, %s", kRanks, grid, words * 4, how);
-    row("ranks", what, t / kRounds * 1e6, 2 * kHitCycles / 1980., "us", true);
+    row("ranks", what, us, 2 * kHitCycles / 1980., "us", true);
   };
   // Both times have a barrier of the rank's blocks in them.
-  show("words", seconds([&] { run.template operator()<false>(kRounds, false); }));
-  show("flags", seconds([&] { run.template operator()<true>(kRounds, false); }));
-  expect(run.wrong.get(0, 1)[0] == 0, "waits that came to their end");
+  show("words", run.template timed<false>(kRounds));
+  show("flags", run.template timed<true>(kRounds));
+  run.check();
+}
+
+template <int kRanks>
+void on_devices(int devices, int rounds, const std::vector<int>& bytes) {
+  const int grid = (kGrid * devices) / kRanks;
+  for (int n : bytes) hammer<kRanks>(std::max(1, rounds / 20), n / 4, grid, devices);
+  for (int n : bytes) {
+    Run<kRanks> run(n / 4, grid, devices);
+    const double words = run.template timed<false>(rounds), flags = run.template timed<true>(rounds);
+    run.check();
+    printf("%d %.3f %.3f\n", n, words, flags);
+  }
+}
+
+int several(int argc, char** argv) {
+  const int devices = atoi(argv[1]), ranks = atoi(argv[2]), rounds = atoi(argv[3]);
+  std::vector<int> bytes;
+  for (int i = 4; i < argc; i++) bytes.push_back(atoi(argv[i]));
+  for (int a = 0; a < devices; a++)
+    for (int b = 0; b < devices; b++)
+      if (a != b) {
+        CHECK(cudaSetDevice(a));
+        CHECK(cudaDeviceEnablePeerAccess(b, 0));
+      }
+  if (ranks == 2)
+    on_devices<2>(devices, rounds, bytes);
+  else if (ranks == 4)
+    on_devices<4>(devices, rounds, bytes);
+  else
+    on_devices<8>(devices, rounds, bytes);
+  return finish();
 }
 
 int main(int argc, char** argv) {
+  if (argc > 4) return several(argc, argv);
   const int rounds = argc > 1 ? std::max(1, atoi(argv[1])) : 20000;
   const bool trying = argc > 1;
   for (int words : {32, 96, 1024, 8192}) {

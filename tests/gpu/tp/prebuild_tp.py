@@ -1,0 +1,117 @@
+"""Makes what `make gpu-test-tp` needs on another machine, one with GPUs but without nvcc: kernels for so many GPUs, the
+ladder's program of exchanges, the one that takes a GPU's SMs.
+
+    python tests/gpu/tp/prebuild_tp.py FOLDER --gpus 1 2
+    python -m pytest tests/gpu/tp --prebuilt FOLDER      # there
+
+Needs nvcc. The kernels are those of the sources as they are now."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[2]
+sys.path[:0] = [str(HERE), str(HERE.parent), str(ROOT / "tests"), str(ROOT)]
+
+from models import SMALL, Kernels, Small  # noqa: E402
+
+from mkpack import compile, platform  # noqa: E402
+from mkpack import plan as planner  # noqa: E402
+from mkpack.codegen_cuda import cuda_header  # noqa: E402
+from mkpack.errors import UserError  # noqa: E402
+from mkpack.layout_cuda import CudaLayout, cuda_refusals  # noqa: E402
+
+RANKS = (2, 4, 8)
+# Models and the ranks that can share their heads.
+MODELS = {
+    "fp8, biases, windows": (2, 4),
+    "Qwen3's shape, two layers": (2, 4, 8),
+    "sigmoids, norms over all heads": (2, 4),
+}
+BENCH = ROOT / "recipes" / "bench" / "qwen3-30b-a3b.yaml"
+
+
+def on_each(tp: int, gpus: int) -> int:
+    """Of so many ranks those that share a GPU."""
+    return max(1, tp // gpus)
+
+
+def refusals(name: str, tp: int) -> list[str]:
+    """What the kernel does not take of a model with so many ranks."""
+    one = SMALL[name].layout
+    return cuda_refusals(one.spec, one.precision, tp, one.router_format)
+
+
+def small_models(gpus: int) -> Iterator[tuple[str, Small]]:
+    for name, ranks in MODELS.items():
+        yield name, SMALL[name]
+        for tp in ranks:
+            if not refusals(name, tp):
+                yield f"{name}, {tp} ranks", SMALL[name].of_ranks(tp, on_each(tp, gpus))
+
+
+def bench_recipe(folder: Path, tp: int, per_device: int) -> Path:
+    """The recipe of BENCH with so many ranks."""
+    text = BENCH.read_text().replace("dummy: ", f"dummy: {BENCH.parent}/")
+    (folder / "recipe.yaml").write_text(f"{text}parallel: {{tp: {tp}, per_device: {per_device}}}\n")
+    return folder / "recipe.yaml"
+
+
+def bench_kernel(folder: Path, tp: int, per_device: int) -> Path:
+    """Its kernel, compiled."""
+    todo = planner.plan(bench_recipe(folder, tp, per_device))
+    layout = todo.layouts["cuda"]
+    assert isinstance(layout, CudaLayout)
+    header = cuda_header(layout, todo.recipe.limits, "sm_90a")
+    return compile.compile_kernels([compile.Unit("unit", "sm_90a", header)], folder)["unit"].path
+
+
+def compile_programs(folder: Path) -> None:
+    """`ranks` and `spinner.so` into a folder. UserError without nvcc."""
+    nvcc = platform.nvcc()
+    if nvcc is None:
+        raise UserError("nvcc is not here, and no --prebuilt folder was given")
+    ladder = ROOT / "tests" / "bench" / "ladder" / "run.py"
+    subprocess.run([sys.executable, ladder, "ranks", "--build", folder], check=True, timeout=400)
+    flags = ["-O2", "-std=c++17", "-shared", "-Xcompiler", "-fPIC", "-cudart", "static"]
+    flags += ["-gencode", "arch=compute_90a,code=sm_90a"]
+    command = [*nvcc.command, *flags, str(HERE / "spinner.cu"), "-o", str(folder / "spinner.so")]
+    subprocess.run(command, check=True, timeout=200)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--gpus", type=int, nargs="+", default=[1], choices=(1, 2, 4, 8), help="numbers of GPUs")
+    parser.add_argument("--small", action="store_true", help=f"without the kernels of {BENCH.name}, minutes each")
+    args = parser.parse_args()
+    folder: Path = args.folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    compile_programs(folder)
+    wanted = {f"{key}, {gpus} GPUs": model for gpus in args.gpus for key, model in small_models(gpus)}
+    with tempfile.TemporaryDirectory(dir=folder) as work:
+        shutil.rmtree(folder / "kernels", ignore_errors=True)
+        Kernels(Path(work) / "kernels", None, emulated=False).keep(wanted, folder / "kernels")
+        for tp, each in sorted({(tp, on_each(tp, gpus)) for gpus in args.gpus for tp in (1, *RANKS)}):
+            if args.small:
+                break
+            place = Path(work) / f"{tp}-{each}"
+            place.mkdir()
+            try:
+                shutil.copyfile(bench_kernel(place, tp, each), folder / f"qwen3-{tp}-{each}.so")
+            except UserError as e:  # more ranks on a GPU than its blocks can hold
+                print(f"{BENCH.name}, {tp} ranks, {each} a GPU: {e}")
+    for path in sorted(folder.iterdir()):
+        size = sum(f.stat().st_size for f in [path, *path.rglob("*")] if f.is_file())
+        print(f"{path}: {size / 1e6:.1f} MB")
+
+
+if __name__ == "__main__":
+    main()

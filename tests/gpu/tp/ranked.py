@@ -1,0 +1,136 @@
+"""What `make gpu-test-tp` does with kernels of several ranks, each function in a process of its own (jobs.run)."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import emulator
+import jobs
+import kernels
+
+from mkpack import abi, layout_cuda, loader, platform, schedule
+from mkpack import build as builder
+from mkpack.compile import Kernel, Unit
+from mkpack.generation import spread
+
+RUNS = 20
+
+
+def bits(built: jobs.Built, prompt: Sequence[int], cuts: Sequence[int], new: int, drawn: bool) -> dict[str, Any]:
+    """Logits of a prompt in chunks, as bytes; `new` greedy tokens behind it, by mk_step on one rank and by mk_generate
+    on several; if `drawn` also drawn ones."""
+    found: dict[str, Any] = {}
+    with built.running() as model:
+        found["logits"] = model.run(prompt, cuts).tobytes()
+        model.truncate(0)
+        if len(built.blobs) == 1:
+            tokens, logits = [], model.run(prompt)[-1]
+            for _ in range(new):
+                tokens.append(int(logits.argmax()))  # the lowest of equal ones, as the kernel takes
+                logits = model.step(tokens[-1:])[0]
+            found["greedy"] = tokens
+        else:
+            found["greedy"] = _generated(model, prompt, new)
+        if drawn:
+            model.truncate(0)
+            found["drawn"] = _generated(model, prompt, new, temperature=0.9, top_p=0.95, seed=7)
+    return found
+
+
+def _generated(model: kernels.Model, prompt: Sequence[int], new: int, **request: Any) -> list[int]:
+    made = model.generate(prompt, max_new_tokens=new, **request)
+    assert made.code == abi.OK, made.error
+    return made.tokens
+
+
+def stalled(built: jobs.Built, prompt: Sequence[int], spinner: Path | None, device: int, wait_limit: float) -> Any:
+    """A generation in which the SMs of `device` are taken away after its first token, for three times the limit of a
+    wait; without a spinner the environment makes a rank late. (code, text, seconds, text of the next call)."""
+    hold = ctypes.CDLL(str(spinner)).hold if spinner else None
+    if hold:
+        hold.argtypes, hold.restype = (ctypes.c_int, ctypes.c_double), ctypes.c_int
+    taken: list[int] = []
+
+    def take(_token: int) -> bool:
+        if hold and not taken:
+            taken.append(hold(device, 3 * wait_limit))
+        return False
+
+    with built.running(wait_limit_s=wait_limit) as model:
+        start = time.monotonic()
+        made = model.generate(prompt, take, max_new_tokens=32)
+        seconds = time.monotonic() - start
+        assert not any(taken), f"the spinner ended with CUDA error {taken[0]}"
+        return made.code, made.error, seconds, (model.try_step([1])[0], model.error())
+
+
+def build(recipe: Path, out: Path, kernel: Path | None, emulated: int | None) -> None:
+    """The artifact of a recipe. kernel: its GPU kernel, compiled before; else it is compiled here. emulated: blocks,
+    for the emulated machine."""
+    if emulated:
+        with emulator.machine(emulated):
+            builder.build(recipe, output=out)
+        return
+    if kernel:
+
+        def ready(units: list[Unit], folder: Path, stop: object) -> dict[str, Kernel]:
+            needs: dict[str, object] = {"gpu": "sm_90a", "sms": layout_cuda.GRID["sm_90a"], "system": "linux"}
+            return {unit.name: Kernel(kernel, "nvcc", needs) for unit in units}
+
+        builder.compile_kernels = ready  # type: ignore[assignment]
+        platform.nvcc = lambda: platform.Compiler(("nvcc",), "13.0")  # type: ignore[assignment]
+    builder.build(recipe, output=out)
+
+
+def steps(artifact: Path, counts: Sequence[int], context: int, new: int, emulated: int | None) -> dict[str, Any]:
+    """Of a loaded artifact: ms of a step of T tokens at a context, and of a decoded token; bytes that the ranks of one
+    GPU read for each, in 1e6; the read bandwidth of one GPU in GB/s; GPUs it runs on."""
+    with (
+        emulator.machine(emulated) if emulated else contextlib.nullcontext(),
+        loader.load(artifact, target="gpu") as model,
+    ):
+        manifest = model.manifest
+        layout = layout_cuda.cuda_layout_of(manifest)
+        assert layout
+        gpus = _gpus(manifest.tp, layout.per_device)
+        spec = model.spec.model_copy(update={"num_key_value_heads": layout.heads.kv_heads})
+        phases = schedule.phases_of(manifest, "cuda")
+
+        def megabytes(count: int, experts: float | None) -> float:
+            read = schedule.step_bytes(spec, phases, count, context, schedule.KV_BYTES["cuda"], experts)
+            return read * (manifest.tp // gpus) / 1e6
+
+        bandwidth = model.read_bandwidth()
+        prompt, found = spread(spec.vocab_size, context), []
+        model.step(prompt, 0)
+        for count in counts:
+            runs = [model.time_step(spread(spec.vocab_size, count, context + i * count)) for i in range(-2, RUNS)][2:]
+            experts = statistics.mean(e for _, e in runs)
+            ms = statistics.median(s for s, _ in runs) * 1e3
+            found.append({"T": count, "ms": ms, "experts": experts, "mb": megabytes(count, experts)})
+        decoded = []
+        for _ in range(3):
+            with model.generate_tokens(
+                prompt, reuse=True, max_new_tokens=new, temperature=0.0, stop_tokens=[]
+            ) as generation:
+                for _token in generation:
+                    pass
+            result = generation.result
+            assert result
+            decoded.append(result.decode_s / (result.num_new_tokens - 1) * 1e3)
+        bandwidth = max(bandwidth, model.read_bandwidth())
+        decode = {"T": "decoded", "ms": statistics.median(decoded), "experts": 0.0, "mb": megabytes(1, None)}
+        return {"gpus": gpus, "bandwidth": bandwidth / 1e9, "steps": [*found, decode]}
+
+
+def _gpus(tp: int, per_device: int) -> int:
+    """On how many GPUs mk_create puts the ranks: as few to each as the visible ones allow."""
+    driver = platform.cuda_driver()
+    devices = len(driver.devices) if driver else 1
+    return next(tp // n for n in range(1, per_device + 1) if tp % n == 0 and tp // n <= devices)
