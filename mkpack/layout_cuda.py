@@ -64,11 +64,6 @@ _TAKEN: dict[type[BaseModel], tuple[str, ...]] = {
     ),
     LayerSpec: ("rope", "sliding_window"),
 }
-# Features of a spec that the kernel has with any number of ranks; others only with one.
-_WITH_RANKS = (
-    *("attention_sinks", "choice_bias", "expert_bias", "norm_topk_eps", "qk_norm_over", "routed_scaling_factor"),
-    *("router_bias", "router_scale", "scoring", "sliding_window", "swiglu"),
-)
 
 _ROUTERS = ("router", "routers")  # sections, of CPUs one a layer
 
@@ -79,13 +74,7 @@ def cuda_refusals(
     spec: ModelSpec, precision: Mapping[PrecisionKey, Format], tp: int = 1, router_format: Format = "bf16"
 ) -> list[str]:
     """Everything that this version of the kernel cannot do of a model, by name; empty when it can run it."""
-    limits = list(_limits(spec, tp))
-    if tp > 1:
-        named = {name for name, _, _ in limits}
-        limits += [
-            (name, value, f"{takes} with parallel.tp {tp}") for name, value, takes in _alone(spec) if name not in named
-        ]
-    return [f"{name} is {value}, the kernel takes {takes}" for name, value, takes in limits] + [
+    return [f"{name} is {value}, the kernel takes {takes}" for name, value, takes in _limits(spec, tp)] + [
         f"{name} is {value}, the kernel takes {' or '.join(allowed)}"
         for name, value, allowed in (
             ("quantise.experts", precision["experts"], ["nvfp4"]),
@@ -149,18 +138,6 @@ def _limits(spec: ModelSpec, tp: int) -> Iterator[tuple[str, object, object]]:
             found.setdefault(feature, []).append(i)
     for (name, value, takes), layers in found.items():
         yield f"{name} of layers {_few(layers)}", value, takes
-
-
-def _alone(spec: ModelSpec) -> Iterator[tuple[str, object, object]]:
-    """What _limits() says of features that a model with several ranks cannot have."""
-    if dense := [i for i, layer in enumerate(spec.layers) if not layer.moe]:
-        yield f"mlp of layers {_few(dense)}", "dense", "experts in every layer"
-    yield from _features(spec, taken=_WITH_RANKS)
-    if spec.moe:
-        yield from _features(spec.moe, "moe ", _WITH_RANKS)
-    for i, layer in enumerate(spec.layers):
-        for name, value, takes in _features(layer, taken=_WITH_RANKS):
-            yield f"{name} of layer {i}", value, takes
 
 
 def _features(
@@ -239,6 +216,10 @@ class CudaLayout:
         self.pair_bytes = self.pair_units * tile_bytes(self.expert_hidden)
         self.expert_bytes = self.pair_bytes + self.down_units * tile_bytes(inner)
         self.dense_inner = 0 if all(layer.moe for layer in spec.layers) else spec.dense_intermediate_size or 0
+        # Of the whole model are `narrow` and `dense_inner`; of a rank, padded as above, these.
+        self.narrow_rows, self.dense_inner_rows = (
+            ceil_div(n // PAGE_ROWS, tp) * PAGE_ROWS for n in (self.narrow, self.dense_inner)
+        )
         self.mlp = self._mlp()
         self.router_bytes = experts * hidden * _WIDTH[router_format]
         self.vectors, self.norm_layer, self.norm_moe_only = self._vectors()
@@ -268,9 +249,9 @@ class CudaLayout:
             nbytes = sum(matrix_bytes(fmt, rows, cols) for rows, cols in matrices)
             return nbytes, sum(rows for rows, _ in matrices) if fmt == "fp8" else 0
 
-        of_moe = part((self.narrow, hidden), (hidden, self.narrow)) if self.narrow else (0, 0)
-        inner = self.dense_inner
-        return of_moe, part((2 * inner, hidden), (hidden, inner)) if inner else (0, 0)
+        rows, narrow, inner = self.hidden_rows, self.narrow, self.dense_inner
+        of_moe = part((self.narrow_rows, hidden), (rows, narrow)) if narrow else (0, 0)
+        return of_moe, part((2 * self.dense_inner_rows, hidden), (rows, inner)) if inner else (0, 0)
 
     def offset(self, section: str) -> int:
         return self._offsets[section]
@@ -323,8 +304,10 @@ class CudaLayout:
         experts = moe_layers * self.num_experts
         norms, scales = self.vectors_at(layers) + hidden, layers * self.dense_scale_layer
         mlp_bytes, mlp_scales = self.mlp_at(layers)
-        # Every matrix counted as rows of the model's width.
-        mlp_rows = moe_layers * 2 * self.narrow + (layers - moe_layers) * 3 * self.dense_inner
+        # Every matrix counted as rows of the model's width, those of its height as their transpose.
+        of_moe, of_dense = (n * self.hidden_rows // hidden for n in (self.narrow, self.dense_inner))
+        mlp_rows = moe_layers * (self.narrow_rows + of_moe)
+        mlp_rows += (layers - moe_layers) * (2 * self.dense_inner_rows + of_dense)
         names: dict[str, list[str]] = {}
         for role in tensors(spec, SourceNames(fused="rows")):  # which have biases too
             for section in self._homes(role.name):
@@ -366,7 +349,7 @@ class CudaLayout:
         if part == "sinks":
             return slice(rank * self.heads.q_heads, (rank + 1) * self.heads.q_heads)
         of_projection = self.spec.qk_norm_over == "projection"
-        if part in ("q", "q_bias") or (part == "q_norm" and of_projection):
+        if part in ("q", "q_bias", "attn_gate") or (part == "q_norm" and of_projection):
             return slice(rank * self.q_rows, (rank + 1) * self.q_rows)
         if part in ("k", "v", "k_bias", "v_bias") or (part == "k_norm" and of_projection):
             first = self.heads.first_kv_head(rank) * self.spec.head_dim
@@ -374,6 +357,9 @@ class CudaLayout:
         share = {"o": self.hidden_rows, **dict.fromkeys(("gate", "up", "gate_bias", "up_bias"), self.inner_rows)}
         share |= dict.fromkeys(("down", "down_bias"), self.down_units * OWNED_ROWS)
         share |= {"lm_head": self.head_rows, "embed": self.head_rows}
+        share |= {"pre_proj": self.narrow_rows, "post_proj": self.hidden_rows}
+        if ".dense." in tensor:
+            share |= {"gate": self.dense_inner_rows, "up": self.dense_inner_rows, "down": self.hidden_rows}
         n = share.get(part)
         return slice(None) if n is None else slice(rank * n, (rank + 1) * n)
 

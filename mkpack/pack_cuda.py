@@ -261,7 +261,7 @@ class _RankWriter:
         elif part == "router":
             self._write("routers", layout.moe_layers(layer) * layout.router_bytes, q.data)
         elif mlp := place_in_mlp(layout, layer, part):
-            self._matrix("mlp", mlp.at, mlp.scale_at, q, mlp.stride)
+            self._matrix("mlp", mlp.at, mlp.scale_at, _part(q, own), mlp.stride)
         else:
             at = layer * layout.dense_layer_bytes + dense_offset(layout, part)
             self._matrix("dense", at, layer * layout.dense_scale_layer + layout.dense_rows[part], _part(q, own))
@@ -331,8 +331,8 @@ _MOE_ONLY = ("router", "router_bias", "choice_bias", "pre_norm", "expert_norm", 
 
 @dataclass(frozen=True)
 class MlpPlace:
-    """Where a matrix of the mlp section lies: first byte, float of its first row scale, and shape; stride: 2 where its
-    row units take turns with another's."""
+    """Where a matrix of the mlp section lies: first byte, float of its first row scale, and its shape over all ranks;
+    stride: 2 where its row units take turns with another's."""
 
     at: int
     scale_at: int
@@ -344,6 +344,7 @@ class MlpPlace:
 def place_in_mlp(layout: CudaLayout, layer: int, part: str) -> MlpPlace | None:
     """None for a part that is elsewhere."""
     hidden, narrow, inner, fmt = layout.spec.hidden_size, layout.narrow, layout.dense_inner, layout.precision["dense"]
+    narrow_rows, pairs = layout.narrow_rows, 2 * layout.dense_inner_rows
     at, scale_at = layout.mlp_at(layer)
     if part.startswith("dense.") and (layout.spec.layers[layer].moe or not inner):
         raise KeyError(f"layers.{layer}.{part}")
@@ -351,13 +352,13 @@ def place_in_mlp(layout: CudaLayout, layer: int, part: str) -> MlpPlace | None:
         case "pre_proj":
             return MlpPlace(at, scale_at, narrow, hidden)
         case "post_proj":
-            return MlpPlace(at + matrix_bytes(fmt, narrow, hidden), scale_at + narrow, hidden, narrow)
+            return MlpPlace(at + matrix_bytes(fmt, narrow_rows, hidden), scale_at + narrow_rows, hidden, narrow)
         case "dense.gate":
             return MlpPlace(at, scale_at, inner, hidden, 2)
         case "dense.up":
             return MlpPlace(at + matrix_bytes(fmt, PAGE_ROWS, hidden), scale_at + PAGE_ROWS, inner, hidden, 2)
         case "dense.down":
-            return MlpPlace(at + matrix_bytes(fmt, 2 * inner, hidden), scale_at + 2 * inner, hidden, inner)
+            return MlpPlace(at + matrix_bytes(fmt, pairs, hidden), scale_at + pairs, hidden, inner)
     return None
 
 
@@ -403,16 +404,16 @@ def unpack(layout: CudaLayout, blob: np.ndarray, tensor: str, rank: int = 0) -> 
 
     def every(data: np.ndarray, run: int, stride: int) -> np.ndarray:
         """The first of every `stride` runs of bytes."""
-        if stride == 1:
+        if stride == 1 or not len(data):
             return data
         return np.concatenate([data[first : first + run] for first in range(0, len(data), stride * run)])
 
     def matrix(section: str, at: int, scale_at: int, fmt: Format, rows: int, cols: int, stride: int = 1) -> QTensor:
         unit, units = matrix_bytes(fmt, PAGE_ROWS, cols), -(-rows // PAGE_ROWS)
-        pages, scale2 = every(read(section, at, (stride * (units - 1) + 1) * unit), unit, stride), None
+        pages, scale2 = every(read(section, at, max(0, stride * (units - 1) + 1) * unit), unit, stride), None
         if fmt == "fp8":
             run = PAGE_ROWS * 4 if stride > 1 else rows * 4
-            last = stride * (units - 1) * PAGE_ROWS * 4 + run if stride > 1 else run
+            last = max(0, stride * (units - 1) + 1) * run if stride > 1 else run
             scale2 = every(read(section + "_scales", scale_at * 4, last), run, stride).view(np.float32).copy()
         return QTensor(fmt, (rows, cols), unpack_pages(pages, fmt, rows, cols), None, scale2)
 
@@ -439,7 +440,7 @@ def unpack(layout: CudaLayout, blob: np.ndarray, tensor: str, rank: int = 0) -> 
         values = raw.view(np.uint16 if layout.router_format == "bf16" else np.float32).reshape(-1, hidden)
         return QTensor(layout.router_format, values.shape, values)
     if mlp := place_in_mlp(layout, layer, part):
-        return matrix("mlp", mlp.at, mlp.scale_at, layout.precision["dense"], mlp.rows, mlp.cols, mlp.stride)
+        return matrix("mlp", mlp.at, mlp.scale_at, layout.precision["dense"], held(mlp.rows), mlp.cols, mlp.stride)
     scale_at = layer * layout.dense_scale_layer + layout.dense_rows[part]
     rows = held({"q": spec.q_size, "attn_gate": spec.q_size, "o": hidden}.get(part, spec.kv_size))
     at = layer * layout.dense_layer_bytes + dense_offset(layout, part)

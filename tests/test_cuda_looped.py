@@ -8,7 +8,7 @@ import kernels
 import numpy as np
 import pytest
 from cuda_models import cuda_layout, small_spec
-from test_cuda_emulated import LIMITS, TWO_LAYERS
+from test_cuda_emulated import LIMITS, MUSE, TWO_LAYERS
 
 from mkpack import abi
 from mkpack.layout_cuda import CudaLayout
@@ -66,9 +66,10 @@ def test_a_rank_goes_through_its_steps_alone(eight, rank):
     assert made[1] == abi.OK and len(made[0]) == 3
 
 
-def test_no_races_of_a_rank_alone():
-    (found,) = model(NORMED, 2).calls(("time_rank", [[5, 6]], {}), races=True, looped=1)
-    assert found[:3] == (abi.OK, "", 5 + 1)
+@pytest.mark.parametrize(("spec", "exchanges"), [(NORMED, 5 + 1), (MUSE, 6 + 9 + 1)], ids=["normed", "Muse Spark"])
+def test_no_races_of_a_rank_alone(spec, exchanges):
+    (found,) = model(spec, 2).calls(("time_rank", [[5, 6]], {}), races=True, looped=1)
+    assert found[:3] == (abi.OK, "", exchanges)
 
 
 def test_what_cannot_be_looped_back_is_refused():

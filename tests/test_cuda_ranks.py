@@ -12,12 +12,12 @@ import kernels
 import numpy as np
 import pytest
 from cuda_models import cuda_layout, small_spec
-from test_cuda_emulated import LIMITS, PROMPT, SIGMOID, TWO_LAYERS
+from test_cuda_emulated import LIMITS, MUSE, PROMPT, SIGMOID, TWO_LAYERS
 
 from mkpack import abi
 from mkpack.layout_cuda import CudaLayout
 from mkpack.native import Library
-from mkpack.spec import SwigluSpec
+from mkpack.spec import LayerSpec, SwigluSpec
 
 LADDER = Path(__file__).parent / "bench" / "ladder"
 # fp8 and bf16, biases, norms, a window; 36 units of hidden rows, 8 of experts, 9 of the vocabulary; 2 KV heads.
@@ -47,6 +47,11 @@ FAMILIES = {
         )
     ),
     "MiniMax-M2": cuda_layout(SIGMOID),
+    "dense layers": cuda_layout(
+        small_spec(vocab_size=13, layers=(LayerSpec(moe=True), LayerSpec(moe=False)), dense_intermediate_size=72),
+        dense="fp8",
+    ),
+    "Muse Spark": cuda_layout(MUSE, attention="fp8", dense="fp8"),
 }
 
 

@@ -121,12 +121,16 @@ def test_tensors_come_back_bit_for_bit(layout, tmp_path):
 
 @pytest.mark.parametrize("tp", [2, 8])
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
-def test_ranks_hold_the_rows_of_their_shares(tp, precision, tmp_path):
-    """Hidden 832 is 52 units, experts 64 wide 8, 67 tokens 9: not all ranks have as many rows of each."""
+@pytest.mark.parametrize("muse", [False, True])
+def test_ranks_hold_the_rows_of_their_shares(tp, precision, muse, tmp_path):
+    """Hidden 832 is 52 units, experts 64 wide 8, 67 tokens 9, a dense layer of 72 9: not all ranks have as many rows of
+    each."""
     options = {"num_attention_heads": 8, "qkv_bias": True, "o_bias": True, "attention_sinks": True, "layers": 1}
     options |= {"qk_norm": True, "qk_norm_over": "projection"}
     spec = small_spec(hidden_size=832, **options, moe={"expert_bias": True, "router_bias": True})
-    one = cuda_layout(spec, attention=precision, lm_head=precision)
+    if muse:
+        spec = muse_spec(hidden_size=832, num_attention_heads=8)
+    one = cuda_layout(spec, attention=precision, lm_head=precision, dense=precision)
     layout = CudaLayout(spec, one.precision, tp=tp)
     model = random_model(layout)
     paths = [tmp_path / f"{r}" for r in range(tp)]

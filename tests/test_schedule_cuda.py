@@ -217,6 +217,32 @@ def test_norms_over_all_heads_take_an_exchange_more():
     assert any("reads all of qk_squares, which no rank has" in p for p in validate(edit(s, "qkv", exchange=None)))
 
 
+@pytest.mark.parametrize("tp", [2, 8])
+def test_exchanges_of_narrow_experts_and_dense_layers(tp):
+    """Words as docs/TENSOR_PARALLEL.md counts them, of the first rank: T 16, H 192, N 128, dense I 72; none can be left
+    out."""
+    (s,) = schedule.cuda_schedules(
+        CudaLayout(muse_spec(num_attention_heads=8), SMALL.precision, "f32", tp, tp), 200, "sm_90a", 40
+    )
+    assert validate(s) == []
+    units, width, pairs = -(-12 // tp), 128 // tp, -(-9 // tp)
+    wanted = {
+        "output": 16 * units,
+        "attention_residual": 16 * (16 * units + units),
+        "pre_proj": 16 * (width // 2 + width // 8),
+        "down": 16 * 2 * width // 16,
+        "mix": 16 * width // 2,
+        "post_proj": 16 * units,
+        "dense_gate_up": 16 * pairs * 8 // 2,
+        "dense_down": 16 * units,
+        "mlp_residual": 16 * (8 * units + units),
+    }
+    found = {p.name: p.exchange.words for p in s.phases if p.exchange}
+    assert {name: found[name] for name in wanted} == wanted
+    for name in wanted:
+        assert any("which no rank has" in p for p in validate(edit(s, name, exchange=None))), name
+
+
 def test_one_rank_reads_its_share_of_keys_and_values():
     spec = EIGHT.spec  # 2 KV heads: each of 8 ranks has one
     assert [schedule.kv_element(spec, "cuda", tp) for tp in (1, 2, 8)] == [2, 1, 1]

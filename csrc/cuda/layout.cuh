@@ -111,16 +111,18 @@ constexpr int kDenseScaleLayer = kAttentionFp8 ? kQkvRows + kUnits * kUnitRows :
 // ---- dense matrices of the MLP ------------------------------------------------------------------------------------
 // Of a layer with narrow experts the projections to their width and back; of a dense layer gate and up, then down. Gate and
 // up are one matrix of pairs of row units, 8 gate rows and the same 8 up rows, so that one SM has both halves of a SwiGLU.
-constexpr int kPreUnits = kNarrowHidden / kPageRows, kMlpPairs = kDenseIntermediate / kPageRows;
-constexpr int64_t kPreBytes = matrix_bytes(kNarrowHidden, kHidden, kDenseFp8);
-constexpr int64_t kPostBytes = kNarrow ? matrix_bytes(kHidden, kNarrowHidden, kDenseFp8) : 0;
+// Units and pairs are spread over the ranks, whose last ones may have zeros.
+constexpr int kModelPreUnits = kNarrowHidden / kPageRows, kPreUnits = ceil_div(kModelPreUnits, kRanks);
+constexpr int kMlpPairs = ceil_div(kDenseIntermediate / kPageRows, kRanks);
+constexpr int64_t kPreBytes = matrix_bytes(kPreUnits * kPageRows, kHidden, kDenseFp8);
+constexpr int64_t kPostBytes = kNarrow ? matrix_bytes(kUnits * kUnitRows, kNarrowHidden, kDenseFp8) : 0;
 constexpr int64_t kMlpPairBytes = matrix_bytes(2 * kPageRows * kMlpPairs, kHidden, kDenseFp8);
-constexpr int64_t kMlpDownBytes = kHasDense ? matrix_bytes(kHidden, kDenseIntermediate, kDenseFp8) : 0;
+constexpr int64_t kMlpDownBytes = kHasDense ? matrix_bytes(kUnits * kUnitRows, kDenseIntermediate, kDenseFp8) : 0;
 constexpr int64_t kMoeMlpBytes = kPreBytes + kPostBytes, kDenseMlpBytes = kMlpPairBytes + kMlpDownBytes;
 constexpr int64_t kMlpBytes = kMoeCount * kMoeMlpBytes + kDenseCount * kDenseMlpBytes;
 // Row scales of fp8, in the order of the rows.
-constexpr int kMoeMlpScales = kDenseFp8 && kNarrow ? kNarrowHidden + kHidden : 0;
-constexpr int kDenseMlpScales = kDenseFp8 && kHasDense ? 2 * kPageRows * kMlpPairs + kHidden : 0;
+constexpr int kMoeMlpScales = kDenseFp8 && kNarrow ? kPreUnits * kPageRows + kUnits * kUnitRows : 0;
+constexpr int kDenseMlpScales = kDenseFp8 && kHasDense ? 2 * kPageRows * kMlpPairs + kUnits * kUnitRows : 0;
 constexpr int64_t kMlpScales = (int64_t)kMoeCount * kMoeMlpScales + (int64_t)kDenseCount * kDenseMlpScales;
 
 // ---- NVFP4 matrices ------------------------------------------------------------------------------------------------

@@ -70,11 +70,19 @@ static_assert(m::x_mid_at == kXMid && m::x_out_at == kXOut && m::x_attention_at 
               m::x_experts_at == kXExperts && m::x_logits_at == kXLogits && m::x_qkv_at == kXQkv &&
               m::x_partial_at == kXPartial && m::x_best_at == kXBest && m::x_token_at == kXToken &&
               m::exchange_words == kExchangeWords);
+constexpr int kSentEnd = kSentSquares + (kSandwich ? 0 : kSentOut);  // of a layer's last product
 constexpr uint64_t sent(int words) { return kRanks > 1 ? words : 0; }
 static_assert(m::qkv_sends == sent(kQkWhole ? kStepTokens * kSentQk : 0) && m::combine_sends == sent(kStepTokens * kSentAttention) &&
-                  m::output_sends == sent(kStepTokens * (kSentMid + kSentSquares)) &&
+                  m::output_sends == sent(kStepTokens * (kSentSquares + (kSandwich ? 0 : kSentMid))) &&
+                  m::attention_residual_sends == sent(kSandwich ? kStepTokens * (kSentMid + kSentSquares) : 0) &&
+                  m::pre_proj_sends == sent(kNarrow ? kStepTokens * (kSentNarrow + kSentNarrowSquares) : 0) &&
                   m::gate_up_sends == sent(kStepTokens * kTopK * kSentSwiglu) &&
-                  m::down_sends == sent(kStepTokens * (kSentOut + kSentSquares)) &&
+                  m::down_sends == sent(kStepTokens * (kNarrow ? kTopK * kSentPairSquares : kSentEnd)) &&
+                  m::mix_sends == sent(kNarrow ? kStepTokens * kSentMixed : 0) &&
+                  m::post_proj_sends == sent(kNarrow ? kStepTokens * kSentEnd : 0) &&
+                  m::dense_gate_up_sends == sent(kHasDense ? kStepTokens * kSentDense : 0) &&
+                  m::dense_down_sends == sent(kHasDense ? kStepTokens * kSentEnd : 0) &&
+                  m::mlp_residual_sends == sent(kSandwich ? kStepTokens * (kSentOut + kSentSquares) : 0) &&
                   m::head_sends == sent(kSentBest + kSentCancel) && m::gather_logits_sends == sent(kSentLogits),
               "ranks send other words than Step.phases() says");
 static_assert(sizeof m::inv_freq == kRotary / 2 * sizeof(float) && m::context <= kMaxContext);

@@ -332,7 +332,8 @@ __device__ __forceinline__ void load_qk_rms(const StepBlock& b) {
     for (int first = 0; first < heads; first += 32) {
       float sum = 0;
       if (first + b.lane() < heads) {
-        const int head = first + b.lane(), rank = head * kRanks / heads, held = head % (keys ? kKvHeads : kHeads);
+        const int head = first + b.lane(), rank = kRanks == 1 ? 0 : head * kRanks / heads;
+        const int held = kRanks == 1 ? head : head % (keys ? kKvHeads : kHeads);
 #pragma unroll
         for (int i = 0; i < kPerHead; i++) sum += __ldcg(squares + rank * kQkUnits + held * kPerHead + i);
       }

@@ -112,9 +112,9 @@ constexpr size_t kNarrowAt = (size_t)kMaxTokens * kHidden, kMixedAt = kNarrowAt 
 constexpr size_t kHiddenSize = kMixedAt + (size_t)kMaxTokens * kNarrowHidden;
 constexpr size_t kBranchAt = (size_t)kMaxTokens * kHidden, kRouterInputSize = kBranchAt * (kSandwich ? 2 : 1);
 constexpr size_t kBranchSquaresAt = (size_t)kMaxTokens * kSquaresStride;
-constexpr size_t kNarrowSquaresAt = kBranchSquaresAt + (kSandwich ? (size_t)kMaxTokens * kGrid : 0);
-constexpr size_t kPairSquaresAt = kNarrowSquaresAt + (kNarrow ? (size_t)kMaxTokens * kGrid : 0);
-constexpr size_t kQkSquaresAt = kPairSquaresAt + (kNarrow ? (size_t)kMaxTokens * kTopK * kGrid : 0);
+constexpr size_t kNarrowSquaresAt = kBranchSquaresAt + (kSandwich ? (size_t)kMaxTokens * kModelUnits : 0);
+constexpr size_t kPairSquaresAt = kNarrowSquaresAt + (kNarrow ? (size_t)kMaxTokens * kModelPreUnits : 0);
+constexpr size_t kQkSquaresAt = kPairSquaresAt + (kNarrow ? (size_t)kMaxTokens * kTopK * kModelDownUnits : 0);
 constexpr size_t kSquaresSize = kQkSquaresAt + (kQkNormOverProjection ? (size_t)kMaxTokens * kModelQkUnits : 0);
 constexpr int kSwigluSize = kMaxTokens * most(kTopK * kMoeIntermediate, kDenseIntermediate);
 
@@ -287,6 +287,7 @@ struct StepBlock {
   }
   __device__ __forceinline__ int owned_row() const { return (rank() * kUnits + first_unit()) * kUnitRows; }
   __device__ __forceinline__ int first_down_unit() const { return sm() * kDownOwned; }
+  __device__ __forceinline__ int down_row() const { return (rank() * kDownUnits + first_down_unit()) * kUnitRows; }
   __device__ __forceinline__ int down_units() const {  // of 16 rows of the experts' outputs
     return max(0, min(kDownOwned, min(kDownUnits, kModelDownUnits - rank() * kDownUnits) - first_down_unit()));
   }
@@ -299,9 +300,11 @@ struct StepBlock {
   __device__ __forceinline__ uint16_t* mixed() const { return p.hidden + kMixedAt; }    // the same, of experts' outputs
   // [kMaxTokens][kHidden] what a sub-layer gives, before its norm. An SM reads its own rows only.
   __device__ __forceinline__ float* branch() const { return p.router_input + kBranchAt; }
+  // Shares of sums of squares, by units of rows: [kMaxTokens][kModelUnits], [kMaxTokens][kModelPreUnits],
+  // [kMaxTokens x kTopK][kModelDownUnits].
   __device__ __forceinline__ float* branch_squares() const { return p.squares + kBranchSquaresAt; }
   __device__ __forceinline__ float* narrow_squares() const { return p.squares + kNarrowSquaresAt; }
-  __device__ __forceinline__ float* pair_squares() const { return p.squares + kPairSquaresAt; }  // [kMaxTokens x kTopK][kGrid]
+  __device__ __forceinline__ float* pair_squares() const { return p.squares + kPairSquaresAt; }
   // Of every expert the pairs that chose it, a bit each; the partial sums of gate/up come later.
   __device__ __forceinline__ uint32_t* masks() const { return (uint32_t*)s.pair_part; }
   // Norms of q and k over all heads: of every token every row unit's share of the sum of squares, rank after rank, and 1/rms of
@@ -346,7 +349,7 @@ struct StepBlock {
   // shares in the same order.
   __device__ __forceinline__ void load_rms() const { load_rms<0, kModelUnits, kHidden, kSquaresStride>(kRmsEps); }
   // Of other activations: where their squares lie, how many shares these have, and channels.
-  template <size_t kAt, int kShares, int kChannels, int kStride = kGrid>
+  template <size_t kAt, int kShares, int kChannels, int kStride = kShares>
   __device__ __forceinline__ void load_rms(float eps) const {
     if (warp >= tokens()) return;
     float sum = 0;

@@ -124,6 +124,12 @@ __device__ __forceinline__ void each_output(const StepBlock& b, int count, Each&
   for (int i = b.tid; i < count * kPageRows * 8 * kTiles; i += kTeam)
     if (i % (8 * kTiles) < b.tokens()) each(i / (8 * kTiles), i % (8 * kTiles));
 }
+// The same of two neighbouring rows at a time, of which `row` is the first.
+template <int kTiles, class Each>
+__device__ __forceinline__ void each_two_outputs(const StepBlock& b, int count, Each&& each) {
+  for (int i = b.tid; i < count * (kPageRows / 2) * 8 * kTiles; i += kTeam)
+    if (i % (8 * kTiles) < b.tokens()) each(i / (8 * kTiles) * 2, i % (8 * kTiles));
+}
 
 // Rows of the embedding become the residual.
 __device__ __forceinline__ void step_embed(StepBlock& b, const int32_t* tokens) {
@@ -184,14 +190,14 @@ __device__ __forceinline__ void step_qkv(StepBlock& b, StepRing& ring) {
       if (unit < count && u0 + first + unit < kQkUnits && token < b.tokens()) {
         float sum = 0;
         for (int row = 0; row < kPageRows; row++) sum += *output_place<kTiles>(b, unit * kPageRows + row, token);
-        if constexpr (kRanks > 1)
-          put_qk_squares(b, token, u0 + first + unit, sum);
-        else
-          b.qk_squares()[token * kQkUnits + u0 + first + unit] = sum;
+        put_float(b, b.qk_squares(), kImageQk, token * kModelQkUnits + b.rank() * kQkUnits + u0 + first + unit, sum);
       }
     }
   });
-  if constexpr (kRanks > 1 && kQkNorm && kQkNormOverProjection) take_qk_squares(b);
+  if constexpr (kRanks > 1 && kQkWhole) {
+    begin_takes(b);
+    take_floats<kModelQkUnits, kSentQk>(b, b.qk_squares(), kImageQk, b.tokens());
+  }
   b.stamp(kPhaseQkv, 3);
   b.meet();
 }
@@ -213,7 +219,7 @@ __device__ __forceinline__ void step_out(StepBlock& b, StepRing& ring) {
   team_sync<kTeam>();
   if constexpr (kSandwich) meet_residual<false>(b, kPhaseOut);
   if constexpr (kRanks > 1)
-    share_hidden<true>(b, b.vectors() + kNormPost);
+    share_hidden<true>(b, b.vectors() + kNormPost, kNormOffset);
   else
     b.publish_hidden(b.vectors() + kNormPost, kNormOffset);
   b.stamp(kSandwich ? kPhaseAttentionResidual : kPhaseOut, 3);

@@ -190,7 +190,7 @@ __device__ __forceinline__ void step_choose(StepBlock& b) {
   b.stamp(kPhaseChoose, 0);
   if constexpr (kNarrow) {
     copy_input<kNarrowAt>(b);
-    b.load_rms<kNarrowSquaresAt, kGrid, kExpertHidden>(kRmsEps);
+    b.load_rms<kNarrowSquaresAt, kModelPreUnits, kExpertHidden>(kRmsEps);
   }
   if (b.warp < b.tokens()) choose_for_token(b);
   team_sync<kTeam>();
@@ -335,18 +335,21 @@ __device__ __forceinline__ void end_narrow_down(StepBlock& b) {
     float* at = products + i / rows * kDownRows + i % rows;
     float v = 0;
     for (int copy = 0; copy < kDownCopies; copy++) v += at[copy * pairs * kDownRows];
-    *at = v * b.weight_of(b.vectors() + kNormExpert + b.first_down_unit() * kUnitRows + i % rows, 1.f);
+    *at = v * b.weight_of(b.vectors() + kNormExpert + b.down_row() + i % rows, 1.f);
   }
   team_sync<kTeam>();
-  if (rows)
 #pragma unroll 1
-    for (int pair = b.warp; pair < pairs; pair += kWarps) {
-      float sum = 0;
-#pragma unroll 1
-      for (int row = b.lane(); row < rows; row += 32) sum += products[pair * kDownRows + row] * products[pair * kDownRows + row];
-      sum = warp_sum(sum);
-      if (b.lane() == 0) b.pair_squares()[pair * kGrid + b.sm()] = sum;
-    }
+  for (int i = b.tid; i < pairs * b.down_units(); i += kTeam) {
+    const int pair = i / b.down_units(), unit = i % b.down_units();
+    const float* v = products + pair * kDownRows + unit * kUnitRows;
+    float sum = 0;
+    for (int row = 0; row < kUnitRows; row++) sum += v[row] * v[row];
+    put_float(b, b.pair_squares(), kImagePairSquares, pair * kModelDownUnits + b.down_row() / kUnitRows + unit, sum);
+  }
+  if constexpr (kRanks > 1) {
+    begin_takes(b);
+    take_floats<kModelDownUnits, kSentPairSquares>(b, b.pair_squares(), kImagePairSquares, pairs);
+  }
   b.stamp(kPhaseDown, 3);
   b.meet();
 }
@@ -355,19 +358,26 @@ __device__ __forceinline__ void step_mix(StepBlock& b) {
 #pragma unroll 1
   for (int pair = b.warp; pair < b.tokens() * kTopK; pair += kWarps) {
     float sum = 0;
-    for (int i = b.lane(); i < kDownOwners; i += 32) sum += __ldcg(b.pair_squares() + pair * kGrid + i);
+    for (int i = b.lane(); i < kModelDownUnits; i += 32) sum += __ldcg(b.pair_squares() + pair * kModelDownUnits + i);
     sum = warp_sum(sum);
     if (b.lane() == 0) b.s.pair_weight[pair] *= rsqrtf(sum / kExpertHidden + kExpertNormEps);
   }
   team_sync<kTeam>();
-  const int rows = b.down_units() * kUnitRows;
+  const int twos = b.down_units() * (kUnitRows / 2);
 #pragma unroll 1
-  for (int i = b.tid; i < b.tokens() * rows; i += kTeam) {
-    const int token = i / rows, row = i % rows;
-    float sum = 0;
-    for (int k = 0; k < kTopK; k++)
-      sum += b.s.pair_weight[token * kTopK + k] * b.scratch<float>()[(token * kTopK + k) * kDownRows + row];
-    b.mixed()[token * kNarrowHidden + b.first_down_unit() * kUnitRows + row] = (uint16_t)pack_bf16x2(sum, 0.f);
+  for (int i = b.tid; i < b.tokens() * twos; i += kTeam) {
+    const int token = i / twos, row = i % twos * 2;
+    float2 sum = {};
+    for (int k = 0; k < kTopK; k++) {
+      const float weight = b.s.pair_weight[token * kTopK + k];
+      const float* product = b.scratch<float>() + (token * kTopK + k) * kDownRows + row;
+      sum.x += weight * product[0], sum.y += weight * product[1];
+    }
+    put_two(b, b.mixed(), kImageMixed, token * kNarrowHidden + b.down_row() + row, pack_bf16x2(sum.x, sum.y));
+  }
+  if constexpr (kRanks > 1) {
+    begin_takes(b);
+    take_rows<kNarrowHidden, 2 * kSentMixed>(b, b.mixed(), kImageMixed, b.tokens());
   }
   b.stamp(kPhaseMix, 3);
   b.meet();
@@ -499,7 +509,7 @@ __device__ __forceinline__ void step_down(StepBlock& b, StepRing& ring) {
   team_sync<kTeam>();
   // behind the last layer's lies the final norm
   if constexpr (kRanks > 1)
-    share_hidden<false>(b, b.next_vectors() + kNormInput);
+    share_hidden<false>(b, b.next_vectors() + kNormInput, b.layer() + 1 < kLayers ? kNormOffset : 0.f);
   else
     b.publish_hidden(b.next_vectors() + kNormInput, b.layer() + 1 < kLayers ? kNormOffset : 0.f);
   b.stamp(kPhaseDown, 3);

@@ -11,31 +11,41 @@ __device__ __forceinline__ float mlp_scale(const StepBlock& b, int row) {
 }
 
 // The input of narrow experts, times the weights of their norm: 1/rms is applied to gate/up's sums. The router comes next and
-// needs no barrier before.
+// needs no barrier before, except where ranks exchange what this gives.
 template <int kTiles>
 __device__ __forceinline__ void step_pre_proj(StepBlock& b, StepRing& ring) {
   b.stamp(kPhasePreProj, 0);
   b.load_rms();
   const int u0 = first_item(kPreUnits, b.sm()), units = first_item(kPreUnits, b.sm() + 1) - u0;
-  float squares = 0;
-  // kTeam is a multiple of the tokens in a reduction, so a thread always meets outputs of the same token.
   dense_product<kDenseFp8, kHidden, kTiles>(b, ring, b.p.hidden, units, [&](int first, int count) {
     if (first == 0) b.stamp(kPhasePreProj, 2);
-    each_output<kTiles>(b, count, [&](int row, int token) {
-      const int out = 8 * (u0 + first) + row;
-      const float y = output_sum<kTiles>(b, row, token) * b.s.rms[token] * mlp_scale(b, out);
-      squares += y * y;
-      b.narrow()[token * kNarrowHidden + out] =
-          (uint16_t)pack_bf16x2(y * b.weight_of(b.vectors() + kNormPre + out, kNormOffset), 0.f);
+    each_two_outputs<kTiles>(b, count, [&](int row, int token) {
+      const int held = 8 * (u0 + first) + row, out = b.rank() * kPreUnits * kPageRows + held;
+      if (out >= kNarrowHidden) return;
+      float v[2];
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const float y = output_sum<kTiles>(b, row + i, token) * b.s.rms[token] * mlp_scale(b, held + i);
+        v[i] = y * b.weight_of(b.vectors() + kNormPre + out + i, kNormOffset);
+        *output_place<kTiles>(b, row + i, token) = y * y;
+      }
+      put_two(b, b.narrow(), kImageNarrow, token * kNarrowHidden + out, pack_bf16x2(v[0], v[1]));
     });
+    team_sync<kTeam>();
+    const int unit = b.tid / (8 * kTiles), token = b.tid % (8 * kTiles), place = b.rank() * kPreUnits + u0 + first + unit;
+    if (unit < count && place < kModelPreUnits && token < b.tokens()) {
+      float sum = 0;
+      for (int row = 0; row < kPageRows; row++) sum += *output_place<kTiles>(b, unit * kPageRows + row, token);
+      put_float(b, b.narrow_squares(), kImageNarrowSquares, token * kModelPreUnits + place, sum);
+    }
   });
-  b.s.best_value[b.tid] = squares;
-  team_sync<kTeam>();
-  if (b.warp < b.tokens()) {
-    float sum = 0;
-    for (int i = b.lane(); i < kTeam / (8 * kTiles); i += 32) sum += b.s.best_value[i * 8 * kTiles + b.warp];
-    sum = warp_sum(sum);
-    if (b.lane() == 0) b.narrow_squares()[b.warp * kGrid + b.sm()] = sum;
+  if constexpr (kRanks > 1) {
+    begin_takes(b);
+    take_rows<kNarrowHidden, 2 * kSentNarrow>(b, b.narrow(), kImageNarrow, b.tokens());
+    take_floats<kModelPreUnits, kSentNarrowSquares>(b, b.narrow_squares(), kImageNarrowSquares, b.tokens());
+    b.stamp(kPhasePreProj, 3);
+    b.meet();
+    return;
   }
   b.stamp(kPhasePreProj, 3);
 }
@@ -49,7 +59,8 @@ __device__ __forceinline__ void step_post_proj(StepBlock& b, StepRing& ring) {
     if (first == 0) b.stamp(kPhasePostProj, 2);
     each_output<kTiles>(b, count, [&](int row, int token) {
       const int own = 8 * first + row;
-      add_to_residual(b, token, own, output_sum<kTiles>(b, row, token) * mlp_scale(b, kNarrowHidden + b.owned_row() + own));
+      add_to_residual(b, token, own,
+                      output_sum<kTiles>(b, row, token) * mlp_scale(b, kPreUnits * kPageRows + b.first_unit() * kUnitRows + own));
     });
   });
   finish_layer(b, kPhasePostProj);
@@ -65,15 +76,24 @@ __device__ __forceinline__ void step_mlp_pair(StepBlock& b, StepRing& ring) {
   const int u0 = first_item(kMlpPairs, b.sm()), units = first_item(kMlpPairs, b.sm() + 1) - u0;
   dense_product<kDenseFp8, kHidden, kTiles>(b, ring, b.p.hidden, 2 * units, [&](int first, int count) {
     if (first == 0) b.stamp(kPhaseMlpPair, 2);
-    each_output<kTiles>(b, count, [&](int row, int token) {
-      const int at = 2 * 8 * u0 + 8 * first + row, out = at / 16 * 8 + at % 8;  // row of the matrix, channel
-      if (at / 8 % 2) return;  // up comes with its gate
-      const float gate = output_sum<kTiles>(b, row, token) * b.s.rms[token] * mlp_scale(b, at);
-      const float up = output_sum<kTiles>(b, row + 8, token) * b.s.rms[token] * mlp_scale(b, at + 8);
-      const float h = __fdividef(gate, 1.f + __expf(-gate)) * up;
-      b.p.swiglu[token * kDenseIntermediate + out] = (uint16_t)pack_bf16x2(h, 0.f);
+    each_two_outputs<kTiles>(b, count, [&](int row, int token) {
+      const int at = 2 * 8 * u0 + 8 * first + row;                                      // row of this rank's matrix
+      const int out = b.rank() * kMlpPairs * kPageRows + at / 16 * 8 + at % 8;           // channel
+      if (at / 8 % 2 || out >= kDenseIntermediate) return;  // up comes with its gate
+      float h[2];
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const float gate = output_sum<kTiles>(b, row + i, token) * b.s.rms[token] * mlp_scale(b, at + i);
+        const float up = output_sum<kTiles>(b, row + i + 8, token) * b.s.rms[token] * mlp_scale(b, at + i + 8);
+        h[i] = __fdividef(gate, 1.f + __expf(-gate)) * up;
+      }
+      put_two(b, b.p.swiglu, kImageDense, token * kDenseIntermediate + out, pack_bf16x2(h[0], h[1]));
     });
   });
+  if constexpr (kRanks > 1) {
+    begin_takes(b);
+    take_rows<kDenseIntermediate, 2 * kSentDense>(b, b.p.swiglu, kImageDense, b.tokens());
+  }
   b.stamp(kPhaseMlpPair, 3);
   b.meet();
 }
@@ -87,7 +107,7 @@ __device__ __forceinline__ void step_mlp_down(StepBlock& b, StepRing& ring) {
     each_output<kTiles>(b, count, [&](int row, int token) {
       const int own = 8 * first + row;
       add_to_residual(b, token, own,
-                      output_sum<kTiles>(b, row, token) * mlp_scale(b, 2 * kPageRows * kMlpPairs + b.owned_row() + own));
+                      output_sum<kTiles>(b, row, token) * mlp_scale(b, 2 * kPageRows * kMlpPairs + b.first_unit() * kUnitRows + own));
     });
   });
   finish_layer(b, kPhaseMlpDown);

@@ -18,8 +18,19 @@ constexpr int kImageBest = kImageOutSquares + kMaxTokens * kModelUnits;         
 constexpr int kImageCancel = kImageBest + whole_vectors(2 * kBests);             // rank 0's: what the host says
 constexpr int kImageLogits = kImageCancel + 4;                                   // float32: [kModelHeadRows], of the last token
 // Of norms of q and k over all heads, float32: [kMaxTokens][kModelQkUnits]
-constexpr int kImageQk = kImageLogits + kModelHeadRows, kQkWhole = kQkNorm && kQkNormOverProjection;
-constexpr int kImageWords = kImageQk + (kQkWhole ? whole_vectors(kMaxTokens * kModelQkUnits) : 0);
+constexpr bool kQkWhole = kQkNorm && kQkNormOverProjection;
+constexpr int kImageQk = kImageLogits + kModelHeadRows;
+// Of the norm behind each of a layer's two branches, float32: [2][kMaxTokens][kModelUnits]
+constexpr int kImageBranch = kImageQk + (kQkWhole ? kMaxTokens * kModelQkUnits : 0);
+// Of narrow experts: their input and what they give together, bf16 x 2: [kMaxTokens][kNarrowHidden / 2]; squares of the first,
+// and of every pair's output, float32.
+constexpr int kImageNarrow = kImageBranch + (kSandwich ? 2 * kMaxTokens * kModelUnits : 0);
+constexpr int kImageMixed = kImageNarrow + kMaxTokens * kNarrowHidden / 2;
+constexpr int kImageNarrowSquares = kImageMixed + kMaxTokens * kNarrowHidden / 2;
+constexpr int kImagePairSquares = kImageNarrowSquares + kMaxTokens * kModelPreUnits;
+// Of dense layers, bf16 x 2: [kMaxTokens][kDenseIntermediate / 2]
+constexpr int kImageDense = kImagePairSquares + (kNarrow ? kMaxTokens * kTopK * kModelDownUnits : 0);
+constexpr int kImageWords = kImageDense + (kHasDense ? kMaxTokens * kDenseIntermediate / 2 : 0);
 constexpr int kReceiveWords = kRanks > 1 ? kExchangeCopies * kImageWords : 0;
 
 // Words that a rank sends to each other after a phase: of every token, of the last token for the choice of the next one. The
@@ -27,6 +38,9 @@ constexpr int kReceiveWords = kRanks > 1 ? kExchangeCopies * kImageWords : 0;
 constexpr int kSentQk = kQkUnits;  // where q and k are normed over all heads
 constexpr int kSentAttention = kQRows / 2, kSentMid = kUnits * kUnitRows, kSentOut = kSentMid / 2, kSentSquares = kUnits;
 constexpr int kSentSwiglu = kPairUnits * 8 / 2;  // and of every expert
+constexpr int kSentDense = kMlpPairs * 8 / 2;    // of dense layers
+constexpr int kSentNarrow = kPreUnits * 8 / 2, kSentNarrowSquares = kPreUnits, kSentMixed = kDownUnits * kUnitRows / 2;
+constexpr int kSentPairSquares = kDownUnits;  // and of every expert
 constexpr int kSentBest = 2 * kGrid, kSentCancel = 1, kSentLogits = kHeadRows;
 
 // Of every image its rows and what of them is a rank's, for one that is looped back: an image that is added must be here too, or
@@ -44,7 +58,15 @@ struct StepImages {
     if (i < kImageCancel) return in_rows(i - kImageBest, 2 * kBests, kSentBest);
     if (i < kImageLogits) return in_rows(i - kImageCancel, 4, 4);
     if (i < kImageQk) return in_rows(i - kImageLogits, kModelHeadRows, kSentLogits);
-    return in_rows(i - kImageQk, kModelQkUnits, kSentQk);
+    if (i < kImageBranch) return in_rows(i - kImageQk, kModelQkUnits, kSentQk);
+    if (i < kImageNarrow) return in_rows(i - kImageBranch, kModelUnits, kSentSquares);
+    if constexpr (kNarrow) {
+      if (i < kImageMixed) return in_rows(i - kImageNarrow, kNarrowHidden / 2, kSentNarrow);
+      if (i < kImageNarrowSquares) return in_rows(i - kImageMixed, kNarrowHidden / 2, kSentMixed);
+      if (i < kImagePairSquares) return in_rows(i - kImageNarrowSquares, kModelPreUnits, kSentNarrowSquares);
+      if (i < kImageDense) return in_rows(i - kImagePairSquares, kModelDownUnits, kSentPairSquares);
+    }
+    return in_rows(i - kImageDense, kHasDense ? kDenseIntermediate / 2 : 1, kSentDense);
   }
 };
 
@@ -92,41 +114,56 @@ __device__ __forceinline__ void take_items(const Block& b, int at, int count, Ow
   }
 }
 
+// What a rank computes of an array that all ranks read whole, which is as its image: into the array, and to the peers. Also of
+// one rank, which has no peers. One float, or two neighbouring elements of bf16, of which `at` is the first.
+template <class Block>
+__device__ __forceinline__ void put_float(const Block& b, float* to, int image, int at, float value) {
+  to[at] = value;
+  if constexpr (kRanks > 1) exchange_of(b).put(image + at, __float_as_uint(value));
+}
+template <class Block>
+__device__ __forceinline__ void put_two(const Block& b, uint16_t* to, int image, int at, uint32_t two) {
+  *(uint32_t*)(to + at) = two;
+  if constexpr (kRanks > 1) exchange_of(b).put(image + at / 2, two);
+}
+// Of such an array [rows][kColumns], a rank's share of whose columns is kShare, what the peers put.
+template <int kColumns, int kShare, class Block>
+__device__ __forceinline__ void take_floats(const Block& b, float* to, int image, int rows) {
+  take_items<uint32_t>(
+      b, image, rows * kColumns, [](int i) { return i % kColumns / kShare; },
+      [&](int i, uint32_t w) { to[i] = __uint_as_float(w); });
+}
+template <int kColumns, int kShare, class Block>
+__device__ __forceinline__ void take_rows(const Block& b, uint16_t* to, int image, int rows) {
+  take_items<uint4>(
+      b, image, rows * (kColumns / 8), [](int i) { return i % (kColumns / 8) / (kShare / 8); },
+      [&](int i, uint4 w) { ((uint4*)to)[i] = w; });
+}
+
 // Rows of the embedding: every rank has all of them, so nothing is exchanged.
 template <class Block>
 __device__ __forceinline__ void embed_all(const Block& b, const int32_t* tokens) {
   const float* norm = b.p.norms + kNormInput;
+  const auto embedded = [&](int token, int row) {
+    const float v = bf16_low(__ldg(b.p.embedding + (int64_t)tokens[token] * kHidden + row));
+    return kEmbedNorm ? v * b.s.rms[token] : v;
+  };
 #pragma unroll 1
   for (int unit = b.sm(); unit < kModelUnits; unit += kGrid) {
     for (int i = b.tid; i < b.tokens() * kUnitRows; i += kTeam) {
       const int token = i / kUnitRows, row = unit * kUnitRows + i % kUnitRows;
-      const float v = bf16_low(__ldg(b.p.embedding + (int64_t)tokens[token] * kHidden + row)) * __ldg(norm + row);
+      const float v = embedded(token, row) * b.weight_of(norm + row, kNormOffset);
       b.p.hidden[token * kHidden + row] = (uint16_t)pack_bf16x2(v, 0.f);
     }
     if (b.tid < b.tokens()) {
       float sum = 0;
       for (int row = 0; row < kUnitRows; row++) {
-        const float v = bf16_low(__ldg(b.p.embedding + (int64_t)tokens[b.tid] * kHidden + unit * kUnitRows + row));
+        const float v = embedded(b.tid, unit * kUnitRows + row);
         sum += v * v;
       }
       b.p.squares[b.tid * kSquaresStride + unit] = sum;
     }
   }
-}
-
-// Squares of a row unit of this rank's q and k.
-template <class Block>
-__device__ __forceinline__ void put_qk_squares(const Block& b, int token, int unit, float sum) {
-  const int at = token * kModelQkUnits + b.rank() * kQkUnits + unit;
-  b.qk_squares()[at] = sum;
-  exchange_of(b).put(kImageQk + at, __float_as_uint(sum));
-}
-template <class Block>
-__device__ __forceinline__ void take_qk_squares(const Block& b) {
-  begin_takes(b);
-  take_items<uint32_t>(
-      b, kImageQk, b.tokens() * kModelQkUnits, [](int i) { return i % kModelQkUnits / kSentQk; },
-      [&](int i, uint32_t w) { b.qk_squares()[i] = __uint_as_float(w); });
 }
 
 // Two neighbouring dimensions of a head's attention.
@@ -146,13 +183,14 @@ __device__ __forceinline__ void take_attention(const Block& b) {
 
 // publish_hidden() of several ranks. mid: after attention, when the router wants float32; else bf16 does.
 template <bool kMid, class Block>
-__device__ __forceinline__ void share_hidden(const Block& b, const float* norm) {
+__device__ __forceinline__ void share_hidden(const Block& b, const float* norm, float offset) {
   const auto x = exchange_of(b);
   const int fours = b.units() * (kUnitRows / 4);
   for (int i = b.tid; i < b.tokens() * fours; i += kTeam) {
     const int token = i / fours, row = i % fours * 4, at = token * kHidden + b.owned_row() + row;
     const float* v = b.s.residual[token] + row;
-    const float4 w = __ldg((const float4*)(norm + b.owned_row() + row));
+    float4 w = __ldg((const float4*)(norm + b.owned_row() + row));
+    if constexpr (kCenteredNorms) w.x += offset, w.y += offset, w.z += offset, w.w += offset;
     const float4 y = {v[0] * w.x, v[1] * w.y, v[2] * w.z, v[3] * w.w};
     const uint2 rounded = {pack_bf16x2(y.x, y.y), pack_bf16x2(y.z, y.w)};
     *(uint2*)(b.p.hidden + at) = rounded;

@@ -1,6 +1,6 @@
 // Where a sub-layer of the step kernel meets the residual stream, and the end of a layer.
 #pragma once
-#include "step_block.cuh"
+#include "step_ranks.cuh"
 
 namespace mk {
 
@@ -21,20 +21,25 @@ __device__ __forceinline__ void meet_residual(StepBlock& b, Phase made) {
     const float v = __ldcg(b.branch() + token * kHidden + b.owned_row() + row);
     return kMlp ? v * b.weight_of(b.vectors() + kNormMlpOut + b.owned_row() + row, 1.f) : v;
   };
-  if (b.warp < b.tokens()) {
-    float sum = 0;
+  constexpr int kImage = kImageBranch + (kMlp ? kMaxTokens * kModelUnits : 0);
 #pragma unroll 1
-    for (int row = b.lane(); row < b.units() * kUnitRows; row += 32) {
-      const float v = value(b.warp, row);
+  for (int i = b.tid; i < b.tokens() * b.units(); i += kTeam) {
+    const int token = i / b.units(), unit = i % b.units();
+    float sum = 0;
+    for (int row = 0; row < kUnitRows; row++) {
+      const float v = value(token, unit * kUnitRows + row);
       sum += v * v;
     }
-    sum = warp_sum(sum);
-    if (b.lane() == 0) b.branch_squares()[b.warp * kGrid + b.sm()] = sum;
+    put_float(b, b.branch_squares(), kImage, token * kModelUnits + b.owned_row() / kUnitRows + unit, sum);
+  }
+  if constexpr (kRanks > 1) {
+    begin_takes(b);
+    take_floats<kModelUnits, kSentSquares>(b, b.branch_squares(), kImage, b.tokens());
   }
   b.stamp(made, 3);
   b.meet();
   b.stamp(kMlp ? kPhaseMlpResidual : kPhaseAttentionResidual, 0);
-  b.load_rms<kBranchSquaresAt, kOwners, kHidden>(kSandwichEps);
+  b.load_rms<kBranchSquaresAt, kModelUnits, kHidden>(kSandwichEps);
   team_sync<kTeam>();
   const int rows = b.units() * kUnitRows;
 #pragma unroll 1
@@ -59,7 +64,11 @@ __device__ __forceinline__ void finish_layer(StepBlock& b, Phase phase) {
       b.p.taps[((int64_t)b.layer() * kMaxTokens + b.s.first + i / rows) * kHidden + b.owned_row() + i % rows] =
           b.s.residual[i / rows][i % rows];
   // behind the last layer lies the final norm
-  b.publish_hidden(b.next_vectors() + kNormInput, b.layer() + 1 < kLayers ? kNormOffset : 0.f);
+  const float offset = b.layer() + 1 < kLayers ? kNormOffset : 0.f;
+  if constexpr (kRanks > 1)
+    share_hidden<false>(b, b.next_vectors() + kNormInput, offset);
+  else
+    b.publish_hidden(b.next_vectors() + kNormInput, offset);
   b.stamp(kSandwich ? kPhaseMlpResidual : phase, 3);
   b.meet(1);
 }

@@ -118,10 +118,10 @@ class Kernel(ABC):
         at, per_unit = self.layout.mlp_at(i)[0], OWNED_ROWS // PAGE_ROWS
         first = matrix_bytes(fmt, PAGE_ROWS, s.hidden)
         if self.spec.layers[i].moe:
-            count, bounds, cols = s.narrow // PAGE_ROWS, s.spread(s.narrow // PAGE_ROWS), s.narrow
+            count, bounds, cols = s.pre_units, s.spread(s.pre_units), s.narrow
         else:
-            count, cols = 2 * s.dense_inner // PAGE_ROWS, s.dense_inner
-            bounds = tuple(2 * pair for pair in s.spread(s.dense_inner // PAGE_ROWS))
+            count, cols = 2 * s.mlp_pairs, s.dense_inner
+            bounds = tuple(2 * pair for pair in s.spread(s.mlp_pairs))
         second = matrix_bytes(fmt, PAGE_ROWS, cols)
         return (
             Feed("dense", "mlp", at, first, pages(first), bounds),

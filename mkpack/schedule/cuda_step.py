@@ -17,7 +17,10 @@ from mkpack.schedule.ir import Buffer, Exchange, Feed, Items, Load, Machine, Pha
 from mkpack.schedule.shape import KV_TILE, MAX_TOKENS, Shape
 
 # Phases that end with an exchange of several ranks; "gather_logits" is a phase of theirs alone.
-EXCHANGES = ("qkv", "combine", "output", "gate_up", "down", "head", "gather_logits")
+EXCHANGES = (
+    *("qkv", "combine", "output", "attention_residual", "pre_proj", "gate_up", "down", "mix", "post_proj"),
+    *("dense_gate_up", "dense_down", "mlp_residual", "head", "gather_logits"),
+)
 
 
 class Step(Kernel):
@@ -58,11 +61,11 @@ class Step(Kernel):
             Buffer("router_logits", "router logits", most * s.experts, "layer"),
             Buffer("swiglu", "silu(gate) * up", most * max(s.top_k * s.inner, s.dense_inner), "layer", "bfloat16"),
             Buffer("branch", "what a sub-layer gives, before its norm", most * s.hidden, "layer"),
-            Buffer("branch_squares", "shares of its sum of squares", most * s.grid, "layer"),
+            Buffer("branch_squares", "shares of its sum of squares", most * s.hidden // OWNED_ROWS, "layer"),
             Buffer("narrow", "input of narrow experts x weights of its norm", most * s.narrow, "layer", "bfloat16"),
-            Buffer("narrow_squares", "shares of its sum of squares", most * s.grid, "layer"),
+            Buffer("narrow_squares", "shares of its sum of squares", most * s.narrow // PAGE_ROWS, "layer"),
             Buffer("products", "rows of experts' outputs", pairs * self.down_rows, "layer", scope="private"),
-            Buffer("pair_squares", "shares of their sums of squares", pairs * s.grid, "layer"),
+            Buffer("pair_squares", "shares of their sums of squares", pairs * s.narrow // OWNED_ROWS, "layer"),
             Buffer("mixed", "weighted sum of experts' outputs", most * s.narrow, "layer", "bfloat16"),
             Buffer("logits", "logits", most * self.ranks * self.layout.head_rows, "step"),
             Buffer("best", "every SM's highest logit, and its row", most * self.ranks * s.grid * 2, "step"),
@@ -194,12 +197,15 @@ class Step(Kernel):
             return [self.phase(name, i, items, *reads, next_norm, updates=(residual,), **made, **fields)]
         branch, squares = (
             Use("branch", self.tokens * self.shape.hidden),
-            Use("branch_squares", self.tokens * self.shape.grid),
+            Use("branch_squares", self.tokens * self.shape.hidden // OWNED_ROWS),
         )
         part, rms = "attention" if name == "output" else "mlp", Use("rms", self.tokens)
         norm = self.vectors(i, "mlp_out_norm") if part == "mlp" else ()
+        made, (branch, squares_made) = self.published(routes=part == "attention"), self.own(branch, squares)
+        made["writes"] = (rms, *made["writes"])
+        sent = self.exchange("branch_squares", words=self.tokens * self.shape.units)
         return [
-            self.phase(name, i, items, *reads, *norm, writes=(branch, squares), **fields),
+            self.phase(name, i, items, *reads, *norm, writes=(branch, squares_made), exchange=sent, **fields),
             self.phase(
                 f"{part}_residual",
                 i,
@@ -207,9 +213,9 @@ class Step(Kernel):
                 *self.vectors(i, "mlp_residual_gate" if part == "mlp" else "attn_residual_gate"),
                 next_norm,
                 reads=(branch, squares, rms),
-                writes=(rms, *self.hidden()),
                 updates=(residual,),
                 waits=(Wait(f"layers.{i}.{name}"),),
+                **made,
             ),
         ]
 
@@ -259,7 +265,7 @@ class Step(Kernel):
                 Items(s.owners, "hidden rows of an SM"),
                 self.output(i),
                 *self.vectors(i, "o_bias"),
-                self.row_scales(i, self.layout.qkv_rows, s.units * OWNED_ROWS),
+                self.row_scales(i, self.layout.qkv_rows, self.layout.hidden_rows),
                 next_norm=self.vectors(i, "mlp_norm")[0],
                 reads=(attention,),
                 waits=(Wait(p + "combine"),),
@@ -288,19 +294,20 @@ class Step(Kernel):
             self.phase(
                 "dense_gate_up",
                 i,
-                Items(s.dense_inner // PAGE_ROWS, f"{PAGE_ROWS} rows of gate and of up"),
+                Items(s.mlp_pairs, f"{PAGE_ROWS} rows of gate and of up"),
                 gate_up,
-                self.mlp_scales(i, 0, 2 * s.dense_inner),
+                self.mlp_scales(i, 0, 2 * self.layout.dense_inner_rows),
                 reads=(hidden, squares, rms),
-                writes=(rms, swiglu),
+                writes=(rms, *self.own(swiglu)),
                 waits=(Wait(before),),
+                exchange=self.exchange("swiglu", words=tokens * self.layout.dense_inner_rows // 2),
             ),
             *self.ends(
                 "dense_down",
                 i,
                 Items(s.owners, "hidden rows of an SM"),
                 down,
-                self.mlp_scales(i, 2 * s.dense_inner, s.hidden),
+                self.mlp_scales(i, 2 * self.layout.dense_inner_rows, self.layout.hidden_rows),
                 next_norm=self.vectors(i + 1, "attn_norm")[0],
                 reads=(swiglu,),
                 waits=(Wait(f"layers.{i}.dense_gate_up"),),
@@ -308,26 +315,30 @@ class Step(Kernel):
         ]
 
     def pre_proj(self, i: int, before: str) -> Phase:
-        """The input of narrow experts. The router, which comes next, does not need it."""
+        """The input of narrow experts. The router, which comes next, does not need it and waits only for ranks."""
         s, tokens, rms = self.shape, self.tokens, Use("rms", self.tokens)
         hidden, _, squares = self.hidden()
+        made = self.own(Use("narrow", tokens * s.narrow), Use("narrow_squares", tokens * s.narrow // PAGE_ROWS))
         return self.phase(
             "pre_proj",
             i,
-            Items(s.narrow // PAGE_ROWS, f"{PAGE_ROWS} rows of the experts' input"),
+            Items(s.pre_units, f"{PAGE_ROWS} rows of the experts' input"),
             self.mlp_feeds(i)[0],
-            self.mlp_scales(i, 0, s.narrow),
+            self.mlp_scales(i, 0, self.layout.narrow_rows),
             *self.vectors(i, "pre_norm"),
             reads=(hidden, squares, rms),
-            writes=(rms, Use("narrow", tokens * s.narrow), Use("narrow_squares", tokens * s.grid)),
+            writes=(rms, *made),
             waits=(Wait(before),),
+            exchange=self.exchange(
+                "narrow", "narrow_squares", words=tokens * (self.layout.narrow_rows // 2 + s.pre_units)
+            ),
         )
 
     def narrow_down(self, i: int, swiglu: Use, choice: Use) -> list[Phase]:
         """The outputs of narrow experts, each normed over all its rows, summed, and back to the model's width."""
         s, p, tokens = self.shape, f"layers.{i}.", self.tokens
         products, mixed = Use("products", tokens * s.top_k * self.down_rows), Use("mixed", tokens * s.narrow)
-        squares = Use("pair_squares", tokens * s.top_k * s.grid)
+        squares = Use("pair_squares", tokens * s.top_k * s.narrow // OWNED_ROWS)
         rows = Items(s.down_owners, "rows of an SM, all experts")
         return [
             self.phase(
@@ -338,16 +349,25 @@ class Step(Kernel):
                 *self.vectors(i, "down_bias", "expert_norm"),
                 routed=True,
                 reads=(swiglu, choice),
-                writes=(products, squares),
+                writes=(products, *self.own(squares)),
                 waits=(Wait(p + "gate_up"),),
+                exchange=self.exchange("pair_squares", words=tokens * s.top_k * s.down_units),
             ),
-            self.phase("mix", i, rows, reads=(products, squares, choice), writes=(mixed,), waits=(Wait(p + "down"),)),
+            self.phase(
+                "mix",
+                i,
+                rows,
+                reads=(products, squares, choice),
+                writes=self.own(mixed),
+                waits=(Wait(p + "down"),),
+                exchange=self.exchange("mixed", words=tokens * s.down_units * OWNED_ROWS // 2),
+            ),
             *self.ends(
                 "post_proj",
                 i,
                 Items(s.owners, "hidden rows of an SM"),
                 self.mlp_feeds(i)[1],
-                self.mlp_scales(i, s.narrow, s.hidden),
+                self.mlp_scales(i, self.layout.narrow_rows, self.layout.hidden_rows),
                 next_norm=self.vectors(i + 1, "attn_norm")[0],
                 reads=(mixed,),
                 waits=(Wait(p + "mix"),),
@@ -365,7 +385,7 @@ class Step(Kernel):
         swiglu = Use("swiglu", tokens * s.top_k * s.inner)
         # A tile of several pages is passed over again for every eight of its tokens, and kept meanwhile.
         held = s.pair_groups if s.pair_groups > 1 else len(self.gate_up(i).pages) if tokens > 8 else 1
-        own = Use("narrow", tokens * s.narrow), Use("narrow_squares", tokens * s.grid), rms
+        own = Use("narrow", tokens * s.narrow), Use("narrow_squares", tokens * s.narrow // PAGE_ROWS), rms
         down = [
             *self.ends(
                 "down",
@@ -389,7 +409,7 @@ class Step(Kernel):
                 *self.vectors(i, "router_bias"),
                 reads=(router_input, rms) if s.narrow else (hidden, router_input, squares, rms),
                 writes=(logits,) if s.narrow else (x, rms, logits),
-                waits=(Wait(before),),
+                waits=(Wait(p + "pre_proj" if s.narrow and self.ranks > 1 else before),),
             ),
             self.phase(
                 "choose",

@@ -73,6 +73,7 @@ class Shape:
         self.qk_units = (self.q_rows + layout.kv_rows) // PAGE_ROWS
         self.pair_units = layout.pair_units
         self.narrow, self.expert_hidden, self.dense_inner = layout.narrow, layout.expert_hidden, layout.dense_inner
+        self.pre_units, self.mlp_pairs = layout.narrow_rows // PAGE_ROWS, layout.dense_inner_rows // PAGE_ROWS
         self.down_units = layout.down_units
         self.down_owned = ceil_div(self.down_units, self.grid)
         self.down_owners = ceil_div(self.down_units, self.down_owned)
