@@ -247,6 +247,19 @@ static_assert(std::is_same<decltype(mk_timing::step_s), double>::value,
 static_assert(offsetof(mk_timing, experts) == 8, "offset of mk_timing.experts differs from mkpack/abi.py");
 static_assert(std::is_same<decltype(mk_timing::experts), double>::value,
               "type of mk_timing.experts differs from mkpack/abi.py");
+static_assert(sizeof(mk_rank_timing) == 48, "size of mk_rank_timing differs from mkpack/abi.py");
+static_assert(offsetof(mk_rank_timing, step) == 0, "offset of mk_rank_timing.step differs from mkpack/abi.py");
+static_assert(std::is_same<decltype(mk_rank_timing::step), mk_timing>::value,
+              "type of mk_rank_timing.step differs from mkpack/abi.py");
+static_assert(offsetof(mk_rank_timing, without) == 16, "offset of mk_rank_timing.without differs from mkpack/abi.py");
+static_assert(std::is_same<decltype(mk_rank_timing::without), mk_timing>::value,
+              "type of mk_rank_timing.without differs from mkpack/abi.py");
+static_assert(offsetof(mk_rank_timing, exchanges) == 32, "offset of mk_rank_timing.exchanges differs from mkpack/abi.py");
+static_assert(std::is_same<decltype(mk_rank_timing::exchanges), int64_t>::value,
+              "type of mk_rank_timing.exchanges differs from mkpack/abi.py");
+static_assert(offsetof(mk_rank_timing, bytes) == 40, "offset of mk_rank_timing.bytes differs from mkpack/abi.py");
+static_assert(std::is_same<decltype(mk_rank_timing::bytes), int64_t>::value,
+              "type of mk_rank_timing.bytes differs from mkpack/abi.py");
 static_assert(sizeof(mk_trace_shape) == 24, "size of mk_trace_shape differs from mkpack/abi.py");
 static_assert(offsetof(mk_trace_shape, layers) == 0, "offset of mk_trace_shape.layers differs from mkpack/abi.py");
 static_assert(std::is_same<decltype(mk_trace_shape::layers), int32_t>::value,
