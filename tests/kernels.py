@@ -150,8 +150,9 @@ def _down_input_scales(layout: Layout, seed: int) -> dict[str, QTensor]:
     found = {}
     for section in layout.sections:
         if section.name.endswith(".down_input_scale"):
+            assert layout.spec.moe
             rng = np.random.default_rng([seed, int(section.name.split(".")[1])])
-            values = (10.0 ** rng.uniform(-4, 2, section.rows)).astype(np.float32)
+            values = (10.0 ** rng.uniform(-4, 2, layout.spec.moe.num_experts)).astype(np.float32)
             found[section.name] = QTensor("f32", values.shape, values)
     return found
 

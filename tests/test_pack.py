@@ -79,7 +79,8 @@ def test_blobs_give_every_tensor_back(tmp_path, layout, seed, shuffle):
     shuffle.shuffle(order)
     blobs = weights.blobs(tmp_path, order)
     assert [len(b) for b in blobs] == [layout.nbytes] * layout.tp
-    shapes = {r.name: r.shape for r in kernels.roles(layout.spec)}
+    shapes = {name: q.shape for name, q in weights.tensors.items()}
+    shapes |= {r.name: r.shape for r in kernels.roles(layout.spec)}
     for name, q in weights.tensors.items():
         assert equal(unpack(layout, blobs, shapes, name), q), name
     if weights.head is not None:
