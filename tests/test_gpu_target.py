@@ -226,13 +226,12 @@ def refusal(path: Path, building: bool = False) -> list[str]:
 
 def test_everything_that_the_gpu_kernel_does_not_take_is_in_one_message(compiled, tmp_path):
     case = families.make_checkpoint(tmp_path / "c", "mixtral", **{**SHAPE, "head_dim": 32, "intermediate_size": 72})
-    keys = {"quantise": {"experts": "fp8", "embeddings": "fp8"}, "parallel": {"tp": 2}, "limits": {"context": 999}}
+    keys = {"quantise": {"experts": "fp8", "embeddings": "fp8"}, "limits": {"context": 999}}
     made = recipe(tmp_path, case, ["sm_90a", "sm_100a"], **keys)
     text = "\n".join(refusal(made))
     for part in (
         "quantise.experts: is fp8, the kernel takes nvfp4 (target sm_90a, sm_100a)",
         "quantise.embeddings: is fp8, the kernel takes bf16",
-        "parallel.tp: is 2, the kernel takes 1",
         "targets: sm_90a, sm_100a: head_dim is 32",
         "targets: sm_90a, sm_100a: moe intermediate_size is 72, the kernel takes multiples of 64",
         "limits.context: 999 positions",
@@ -291,10 +290,10 @@ def test_the_disk_holds_the_blobs_once(compiled, machine, checkpoint, tmp_path, 
     left: list[int] = []
     written = builder.write_artifact
 
-    def watched(path: Path, entries: Any, manifest: Any) -> Any:
+    def watched(path: Path, entries: Any, *rest: Any) -> Any:
         blobs = [source.path for _, source in entries if not isinstance(source, bytes | Path)]
         assert len(blobs) == 2 and all(blob.stat().st_blocks for blob in blobs)
-        found = written(path, entries, manifest)
+        found = written(path, entries, *rest)
         left.extend(blob.stat().st_blocks * 512 for blob in blobs)
         return found
 
