@@ -176,17 +176,30 @@ uint8_t* map(size_t bytes) {
   return (uint8_t*)p;
 }
 
-// Stacks live as long as the process: every launch needs them again. Each has an inaccessible page below it, unless
+// Stacks live as long as the library: every launch needs them again. Each has an inaccessible page below it, unless
 // there would be more than a process may have.
-uint8_t* stack(size_t i) {
-  static std::vector<uint8_t*> stacks;
-  const size_t page = (size_t)sysconf(_SC_PAGESIZE);
-  while (stacks.size() <= i) {
-    uint8_t* p = map(kStack + page);
-    if (stacks.size() < 16000) mprotect(p, page, PROT_NONE);
-    stacks.push_back(p + page);
+class Stacks {
+ public:
+  ~Stacks() {  // a process may load many libraries, one after the other
+    for (uint8_t* p : stacks_) munmap(p, kStack + page_);
   }
-  return stacks[i];
+  uint8_t* at(size_t i) {
+    while (stacks_.size() <= i) {
+      uint8_t* p = map(kStack + page_);
+      if (stacks_.size() < 16000) mprotect(p, page_, PROT_NONE);
+      stacks_.push_back(p);
+    }
+    return stacks_[i] + page_;
+  }
+
+ private:
+  std::vector<uint8_t*> stacks_;
+  const size_t page_ = (size_t)sysconf(_SC_PAGESIZE);
+};
+
+uint8_t* stack(size_t i) {
+  static Stacks stacks;
+  return stacks.at(i);
 }
 
 // Every lane at the start of the kernel.
