@@ -5,6 +5,8 @@
 #include <cstring>
 #include <unistd.h>
 
+#include "spin.cuh"
+
 #define CHECK(x)                                                        \
   do {                                                                  \
     cudaError_t e_ = (x);                                               \
@@ -13,17 +15,6 @@
       exit(1);                                                          \
     }                                                                   \
   } while (0)
-
-__global__ void spin(volatile int* begun, long long nanoseconds) {
-  extern __shared__ char taken[];
-  unsigned long long start, now;
-  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
-  if (threadIdx.x == 0) begun[blockIdx.x] = 1, __threadfence_system();
-  do {
-    taken[threadIdx.x]++;
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
-  } while ((long long)(now - start) < nanoseconds);
-}
 
 int main(int argc, char** argv) {
   if (argc != 3) return 2;

@@ -2,16 +2,7 @@
 #include <algorithm>
 #include <unistd.h>
 
-__global__ void spin(volatile int* begun, long long nanoseconds) {
-  extern __shared__ char taken[];
-  unsigned long long start, now;
-  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
-  if (threadIdx.x == 0) begun[blockIdx.x] = 1, __threadfence_system();
-  do {
-    taken[threadIdx.x]++;
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
-  } while ((long long)(now - start) < nanoseconds);
-}
+#include "../spin.cuh"
 
 // Returns when it has them all: 0, or the number of a CUDA error. It lets go after `seconds`.
 extern "C" __attribute__((visibility("default"))) int hold(int device, double seconds) {
