@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shutil
 import subprocess
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,8 @@ from safetensors.torch import save_file
 
 from mkpack import platform
 from mkpack.artifact import Artifact, open_artifact
+from mkpack.build import build
+from mkpack.errors import UserError
 from mkpack.formats import dequantise
 from mkpack.layout import Layout
 from mkpack.model import Model
@@ -64,8 +69,25 @@ extern "C" int gettimeofday(struct timeval* tv, void*) noexcept {
 }
 """
 
+ROOT = Path(__file__).parents[1]
 # Short: every tiny model has max_position_embeddings 256.
 LIMITS = {"context": 128}
+BF16 = {"experts": "bf16"}  # needs torch but not modelopt, which takes seconds to import
+
+# Kills the process at the n-th call of a function: format(point=(module, function, n)).
+DIE = """
+import importlib, os, signal
+module, name, calls = {point!r}
+module, count = importlib.import_module(module), 0
+kept = getattr(module, name)
+def die(*words, **keys):
+    global count
+    count += 1
+    if count == calls:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return kept(*words, **keys)
+setattr(module, name, die)
+"""
 
 
 def write_recipe(path: Path, checkpoint: Path, **keys: Any) -> Path:
@@ -181,3 +203,36 @@ def assert_greedy(logits: np.ndarray, prompt: Sequence[int], tokens: Sequence[in
         i = wrong[0]
         gap = chosen[i, best[i]] - chosen[i, tokens[i]]
         raise AssertionError(f"token {i} is {tokens[i]}, expected {best[i]}, whose logit is {gap:g} larger")
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def refusal(recipe: Path, output: Path | str | None) -> str:
+    """The text a build is refused with; it leaves nothing but the lock."""
+    folder = Path(output or ".")
+    before = names(folder) if folder.is_dir() else set()
+    with pytest.raises(UserError) as caught:
+        build(recipe, output=output)
+    if folder.is_dir():
+        assert names(folder) - before <= {".tiny.mkpack.lock"}
+    return str(caught.value)
+
+
+@contextlib.contextmanager
+def process(recipe: Path, out: Path, before: str = "", **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """A build in a process of its own, after the Python text `before`; it prints READY when it begins."""
+    code = (
+        "import sys, torch, mkpack.build as builder\nfrom pathlib import Path\n"
+        f"{before}\nprint('READY', flush=True)\n"
+        "builder.build(Path(sys.argv[1]), output=Path(sys.argv[2]))"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **options.pop("env", {})}
+    command = [*options.pop("launcher", ()), sys.executable, "-c", code, str(recipe), str(out)]
+    running = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+    try:
+        yield running
+    finally:
+        running.kill()
+        running.communicate()

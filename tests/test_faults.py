@@ -15,12 +15,16 @@
 - a truncated file in the hub's cache is trusted: hub/test_source: a_truncated_file_in_the_cache_is_fetched_again
 - a float32 routing bias is rounded: here
 - a build of "main" that no one can repeat: hub/test_build_from_hub: a_build_is_pinned_to_a_commit
-- fewer KV heads than ranks; rows that are no whole tiles: test_layout; test_build: a_number_of_ranks_changes_no_bit
-- two builds race: test_build: two_builds_at_once_do_the_work_once
+- fewer KV heads than ranks; rows that are no whole tiles: test_layout;
+  building/test_build: a_number_of_ranks_changes_no_bit
+- two builds race: building/test_build: two_builds_at_once_do_the_work_once
 - a compiler killed for memory is an unknown error: test_compile: a_killed_compiler; test_cuda: a_killed_nvcc
 - the a of sm_90a is lost: test_cuda: the_a_of_the_architecture_stays
+- PTX newer than the driver: kernels are machine code, and ask for a generation of CUDA:
+  test_cuda: resources_of_the_kernels
 - absolute paths inside: test_compile, test_cuda: folders_do_not_change_a_byte
-- a full disk or kill -9 leaves a file under the final name: test_build: killed_at_any_moment, a_disk_that_fills_up
+- a full disk or kill -9 leaves a file under the final name:
+  building/test_build_stopped: killed_at_any_moment, a_disk_that_fills_up
 """
 
 from __future__ import annotations

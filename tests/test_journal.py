@@ -13,8 +13,8 @@ import builds
 import families
 import numpy as np
 import pytest
+from builds import DIE, names, process
 from patience import PATIENCE_S
-from test_build import DIE, names, process
 
 from mkpack import build as builder
 from mkpack import journal, packing

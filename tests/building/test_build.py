@@ -1,21 +1,15 @@
-"""The order of a build, what it refuses, what it leaves behind, and what it costs. Most builds here use a compiler that
+"""The order of a build, what it refuses, what it makes, and what it costs. Most builds here use a compiler that
 compiles nothing, since no kernel of theirs is run."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
-import resource
 import shutil
-import signal
 import subprocess
 import sys
-import threading
 import time
-import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,49 +18,18 @@ import families
 import numpy as np
 import pytest
 from artifacts import damage
+from builds import BF16, ROOT, names, process, refusal
 from patience import PATIENCE_S
 from safetensors.torch import load_file, save_file
 
 from mkpack import build as builder
-from mkpack import compile as compiling
-from mkpack import packing, platform, reproduce
 from mkpack import plan as planner
+from mkpack import platform, reproduce
 from mkpack.artifact import extract, open_artifact
 from mkpack.build import build
 from mkpack.checkpoint import Checkpoint
 from mkpack.errors import UserError
 from mkpack.loader import load
-
-ROOT = Path(__file__).parents[1]
-BF16 = {"experts": "bf16"}  # needs torch but not modelopt, which takes seconds to import
-
-
-@pytest.fixture
-def stub(tmp_path, monkeypatch) -> Path:
-    return builds.stub_compiler(tmp_path / "stub-cxx", monkeypatch)
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory) -> Path:
-    return families.make_case(tmp_path_factory.mktemp("source") / "checkpoint", "mixtral-plain")
-
-
-@pytest.fixture
-def checkpoint(source, tmp_path) -> Path:
-    """A copy that a test may change."""
-    return Path(shutil.copytree(source, tmp_path / "checkpoint"))
-
-
-@pytest.fixture
-def recipe(checkpoint, tmp_path) -> Path:
-    return builds.write_recipe(tmp_path / "recipe.yaml", checkpoint, quantise=BF16)
-
-
-@pytest.fixture
-def out(tmp_path) -> Path:
-    folder = tmp_path / "out"
-    folder.mkdir()
-    return folder
 
 
 def change(checkpoint: Path, **tensors: Any) -> None:
@@ -74,38 +37,6 @@ def change(checkpoint: Path, **tensors: Any) -> None:
     state = {**load_file(checkpoint / "model.safetensors"), **{k.replace("__", "."): v for k, v in tensors.items()}}
     kept = {k: v for k, v in state.items() if v is not None}
     save_file(kept, checkpoint / "model.safetensors", metadata={"format": "pt"})
-
-
-def names(folder: Path) -> set[str]:
-    return {path.name for path in folder.iterdir()}
-
-
-def refusal(recipe: Path, output: Path | None) -> str:
-    """The text a build is refused with; it leaves nothing but the lock."""
-    before = names(output) if output and output.is_dir() else set()
-    with pytest.raises(UserError) as caught:
-        build(recipe, output=output)
-    if output and output.is_dir():
-        assert names(output) - before <= {".tiny.mkpack.lock"}
-    return str(caught.value)
-
-
-@contextlib.contextmanager
-def process(recipe: Path, out: Path, before: str = "", **options: Any) -> Iterator[subprocess.Popen[str]]:
-    """A build in a process of its own, after the Python text `before`; it prints READY when it begins."""
-    code = (
-        "import sys, torch, mkpack.build as builder\nfrom pathlib import Path\n"
-        f"{before}\nprint('READY', flush=True)\n"
-        "builder.build(Path(sys.argv[1]), output=Path(sys.argv[2]))"
-    )
-    env = {**os.environ, "PYTHONPATH": str(ROOT), **options.pop("env", {})}
-    command = [*options.pop("launcher", ()), sys.executable, "-c", code, str(recipe), str(out)]
-    running = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
-    try:
-        yield running
-    finally:
-        running.kill()
-        running.communicate()
 
 
 # -- up to date ---------------------------------------------------------------------------------------------------
@@ -188,151 +119,6 @@ def test_equal_input_gives_equal_bytes_in_any_folder_on_any_day_on_any_number_of
     text = first.read_bytes()
     for folder in (tmp_path, ROOT):
         assert str(folder).encode() not in text, "a path of this machine is in the artifact"
-
-
-# -- interrupted --------------------------------------------------------------------------------------------------
-
-DIE = """
-import importlib, os, signal
-module, name, calls = {point!r}
-module, count = importlib.import_module(module), 0
-kept = getattr(module, name)
-def die(*words, **keys):
-    global count
-    count += 1
-    if count == calls:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return kept(*words, **keys)
-setattr(module, name, die)
-"""
-POINTS = {
-    "before the compiler": ("mkpack.build", "compile_kernels", 1),
-    "first tensor": ("mkpack.pack", "pack_tiles", 1),
-    "in the middle of the tensors": ("mkpack.pack", "pack_tiles", 20),
-    "before writing": ("mkpack.build", "write_artifact", 1),
-    "in the middle of writing": ("mkpack.artifact", "_blocks", 8),
-    "before the file gets its name": ("os", "replace", 1),
-}
-
-
-def test_a_build_that_is_killed_leaves_nothing_that_counts(stub, recipe, tmp_path):
-    with contextlib.ExitStack() as stack:
-        killed = {}
-        for point, where in POINTS.items():
-            out = tmp_path / point
-            out.mkdir()
-            killed[out] = stack.enter_context(process(recipe, out, DIE.format(point=where)))
-        for out, running in killed.items():
-            _, errors = running.communicate(timeout=PATIENCE_S)
-            assert running.returncode == -signal.SIGKILL, (out.name, errors)
-    for out in killed:
-        assert "tiny.mkpack" not in names(out), out.name
-        assert any(name.endswith(".work") for name in names(out)), f"{out.name}: killed before it did anything"
-        build(recipe, output=out)
-        assert names(out) == {"tiny.mkpack", ".tiny.mkpack.lock"}, out.name
-        with open_artifact(out / "tiny.mkpack") as artifact:
-            assert not artifact.verify()
-
-
-def test_a_build_that_is_killed_at_any_moment_leaves_a_whole_file_or_none(stub, recipe, out):
-    for delay in (0.02, 0.08, 0.15, 0.3):
-        with process(recipe, out) as running:
-            assert running.stdout and running.stdout.readline() == "READY\n"
-            time.sleep(delay)
-            running.kill()
-            running.wait()
-        if "tiny.mkpack" in names(out):
-            with open_artifact(out / "tiny.mkpack") as artifact:
-                assert not artifact.verify()
-            (out / "tiny.mkpack").unlink()
-    build(recipe, output=out)
-    assert names(out) == {"tiny.mkpack", ".tiny.mkpack.lock"}
-
-
-def test_ctrl_c_ends_a_build_cleanly(stub, recipe, out):
-    command = [Path(sys.executable).with_name("mkpack"), "build", recipe, "--output", out]
-    env = {**os.environ, "BUILD_PAUSE": "600"}
-    running = subprocess.Popen(command, env=env, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    end = time.monotonic() + 120
-    while not builds.compilations(stub) and time.monotonic() < end:
-        time.sleep(0.02)
-    os.killpg(running.pid, signal.SIGINT)
-    printed, errors = running.communicate(timeout=120)
-    assert running.returncode == 130, errors
-    # Python itself says so when an interrupt hits a callback of the import system.
-    assert not printed and (b"Traceback" not in errors or b"Exception ignored" in errors)
-    assert names(out) == {".tiny.mkpack.lock"}
-
-
-def test_an_interrupt_in_a_callback_is_not_lost(monkeypatch):
-    class Referent:
-        pass
-
-    lost: list[Any] = []
-    monkeypatch.setattr(sys, "unraisablehook", lambda said: lost.append(said.exc_type))
-
-    with pytest.raises(KeyboardInterrupt), packing._no_interrupt_lost():
-        gone = Referent()
-        kept = weakref.ref(gone, lambda _: signal.raise_signal(signal.SIGINT))
-        del gone
-        assert kept() is None
-    assert lost == [KeyboardInterrupt]
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_a_failed_build_ends_its_compiler(stub, recipe, out, monkeypatch):
-    monkeypatch.setenv("BUILD_PAUSE", "600")
-
-    def fail(*_: Any) -> None:
-        while not builds.compilations(stub):
-            time.sleep(0.02)
-        raise UserError("no weights today")
-
-    monkeypatch.setattr(builder, "pack", fail)
-    assert "no weights today" in refusal(recipe, out)
-
-
-def test_a_full_disk_is_said_before_the_work(stub, recipe, out, monkeypatch):
-    monkeypatch.setattr(platform, "free_disk", lambda path: 1000)
-    monkeypatch.setattr(builder, "compile_kernels", None)
-    text = refusal(recipe, out)
-    assert "B of disk, 1.0 kB are free" in text and "--output" in text
-
-
-def test_a_disk_that_fills_up_ends_in_one_line(stub, recipe, out):
-    size = build(recipe, output=out).stat().st_size
-    (out / "tiny.mkpack").unlink()
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    for limit in (size // 2, size - 1000):  # while packing, and while the artifact is written
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
-        try:
-            text = refusal(recipe, out)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        assert "File too large" in text and "free some disk space" in text and "\n" not in text
-
-
-def test_a_compiler_that_fails_ends_the_packing(stub, recipe, out, monkeypatch):
-    monkeypatch.setattr(compiling, "ninja", lambda: "/bin/false")
-    quantise, compile_kernels, failed = packing.quantize.quantise, builder.compile_kernels, threading.Event()
-
-    def fails(*words):
-        try:
-            return compile_kernels(*words)
-        finally:
-            failed.set()
-
-    def slow(tensor, fmt, *, name, scale2=None):
-        assert failed.wait(PATIENCE_S)
-        time.sleep(0.05)
-        assert name != "model.norm.weight", "every tensor was packed"
-        return quantise(tensor, fmt, name=name, scale2=scale2)
-
-    monkeypatch.setattr(packing.quantize, "quantise", slow)
-    monkeypatch.setattr(builder, "compile_kernels", fails)
-    with pytest.raises(Exception, match="did not compile"):
-        build(recipe, output=out)
-    assert names(out) == {".tiny.mkpack.lock"}
 
 
 # -- refused ------------------------------------------------------------------------------------------------------

@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import builds
-import families
 import pytest
 import yaml
+from builds import BF16, names, refusal
 from rich.console import Console
 
 from mkpack import build as builder
@@ -20,41 +20,6 @@ from mkpack.build import build
 from mkpack.checkpoint import Checkpoint
 from mkpack.errors import UserError
 from mkpack.loader import load
-
-BF16 = {"experts": "bf16"}  # needs torch but not modelopt, which takes seconds to import
-
-
-@pytest.fixture
-def stub(tmp_path, monkeypatch) -> Path:
-    return builds.stub_compiler(tmp_path / "stub-cxx", monkeypatch)
-
-
-@pytest.fixture
-def checkpoint(tmp_path) -> Path:
-    return families.make_case(tmp_path / "checkpoint", "mixtral-plain")
-
-
-@pytest.fixture
-def recipe(checkpoint, tmp_path) -> Path:
-    return builds.write_recipe(tmp_path / "recipe.yaml", checkpoint, quantise=BF16)
-
-
-@pytest.fixture
-def out(tmp_path) -> Path:
-    folder = tmp_path / "out"
-    folder.mkdir()
-    return folder
-
-
-def names(folder: Path) -> set[str]:
-    return {path.name for path in folder.iterdir()}
-
-
-def refusal(recipe: Path, output: Path | str | None) -> str:
-    with pytest.raises(UserError) as caught:
-        build(recipe, output=output)
-    return str(caught.value)
-
 
 # -- tools ---------------------------------------------------------------------------------------------------------
 
