@@ -200,14 +200,20 @@ def _repeats(same: bool) -> str:
     return "equal bits" if same else "DIFFERENT bits"
 
 
-def contexts_within(limit: int, wanted: Sequence[int] | None) -> list[int]:
-    """Contexts to measure at, ascending. UserError for one that leaves no room."""
-    room = limit - ROOM
-    if too_long := [c for c in wanted or () if c > room]:
-        raise UserError(f"context {too_long[0]}: expected at most {room}, {ROOM} below the artifact's limit")
+def contexts_within(limit: int, wanted: Sequence[int] | None, default: Sequence[int], room: int) -> list[int]:
+    """Contexts to measure at, ascending: those `wanted`, else of `default` what fits. room: positions behind each.
+    UserError for one that leaves less."""
+    most = max(limit - room, 1)
+    if too_long := [c for c in wanted or () if c > most]:
+        raise UserError(f"context {too_long[0]}: expected at most {most}, {room} below the artifact's limit")
     if wanted:
         return sorted(set(wanted))
-    return sorted({min(c, room) for c in CONTEXTS if c <= limit}) or [max(room, 1)]
+    return sorted({min(c, most) for c in default if c <= limit}) or [most]
+
+
+def gpu_name() -> str:
+    driver = platform.cuda_driver()
+    return driver.devices[0].name if driver and driver.devices else "a GPU"
 
 
 def run(
@@ -231,7 +237,7 @@ def run(
             f"a generation of {prompt_tokens} + {new_tokens} tokens: the context holds {model.context} positions; give "
             "fewer (--prompt-tokens, --new-tokens)"
         )
-    chosen = contexts_within(model.context, contexts)
+    chosen = contexts_within(model.context, contexts, CONTEXTS, ROOM)
     bench = _Bench(model)
     generation = bench.generation(prompt_tokens, new_tokens)
     points = [bench.point(context) for context in chosen]
@@ -240,11 +246,10 @@ def run(
     # Bounds are those of the best bandwidth seen, and so come last.
     generation = replace(generation, decode_bound_ms=bench.bound_ms(generation.decode_mb))
     points = [_bounded(bench, point) for point in points]
-    driver = platform.cuda_driver()
     return GpuResult(
         artifact=artifact,
         target=model.target,
-        gpu=driver.devices[0].name if driver and driver.devices else "a GPU",
+        gpu=gpu_name(),
         threads=0,
         random_weights=model.manifest.source.kind == "dummy",
         bandwidth_gb_s=bench.bandwidth / 1e9,

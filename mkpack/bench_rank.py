@@ -14,10 +14,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
-from mkpack import platform, schedule
-from mkpack.errors import UserError
+from mkpack.bench_gpu import contexts_within, gpu_name
 from mkpack.generation import spread
-from mkpack.layout_cuda import GRID, cuda_layout_of, per_device_of
+from mkpack.layout_cuda import GRID, per_device_of
 
 if TYPE_CHECKING:
     from mkpack.model import Model
@@ -74,7 +73,7 @@ class RankResult:
             + (", random weights" if self.random_weights else ""),
             f"rank       {self.rank} of {self.rank_of} on {self.sms} SMs, {self.rank_gb:.3f} GB of weights",
             f"load       {self.load_s:.2f} s, digests of this rank checked",
-            f"bandwidth  {self.bandwidth_gb_s:.1f} GB/s read by all SMs in this run",
+            f"bandwidth  {self.bandwidth_gb_s:.1f} GB/s read by this rank's SMs in this run",
             f"check      {self.check}",
             "",
             "context   T  ms/step  experts        MB  bound ms  of bound | exchanges   B each  us each | ms without",
@@ -97,28 +96,20 @@ class RankResult:
 def run(model: Model, artifact: str, load_s: float, rank: int, contexts: Sequence[int] | None = None) -> RankResult:
     """Measures a model of which `rank` was loaded alone. contexts: positions in the cache, by default CONTEXTS as far
     as it fits. UserError for one that leaves no room."""
-    room = max(1, model.context - ROOM)
-    if too_long := [c for c in contexts or () if c > room]:
-        raise UserError(f"context {too_long[0]}: expected at most {room}, {ROOM} below the artifact's limit")
-    manifest = model.manifest
-    layout = cuda_layout_of(manifest)
-    phases = schedule.phases_of(manifest, "cuda")  # UserError where there is no layout
-    assert layout is not None
-    spec = model.spec.model_copy(update={"num_key_value_heads": layout.heads.kv_heads})  # as far as the cache goes
-    kv_bytes = schedule.KV_BYTES["cuda"]
+    chosen = contexts_within(model.context, contexts, CONTEXTS, ROOM)
+    manifest, vocab_size = model.manifest, model.spec.vocab_size
+    model.bytes_per_step()  # UserError, before anything is measured, where there is no layout
     bandwidth = model.read_bandwidth()
     steps = []
-    for context in sorted(set(contexts or [min(c, room) for c in CONTEXTS])):
+    for context in chosen:
         model.reset()
-        model.step(spread(spec.vocab_size, context), 0)
+        model.step(spread(vocab_size, context), 0)
         for count in (n for n in STEP_TOKENS if n <= min(manifest.limits.tokens_per_step, model.context - context)):
-            runs = [model.time_rank(spread(spec.vocab_size, count, context + i * count)) for i in range(-2, RUNS)][2:]
+            runs = [model.time_rank(spread(vocab_size, count, context + i * count)) for i in range(-2, RUNS)][2:]
             experts, others = (
                 statistics.mean(e) for e in zip(*((r.experts, r.without_experts) for r in runs), strict=True)
             )
-            read, read_without = (
-                schedule.step_bytes(spec, phases, count, context, kv_bytes, chosen) for chosen in (experts, others)
-            )
+            read, read_without = (model.bytes_per_step(count, context, n) for n in (experts, others))
             ms = statistics.median(r.step_s for r in runs) * 1e3
             without_ms = statistics.median(r.without_s for r in runs) * 1e3
             exchanges = runs[-1].exchanges
@@ -136,11 +127,10 @@ def run(model: Model, artifact: str, load_s: float, rank: int, contexts: Sequenc
                 )
             )
         bandwidth = max(bandwidth, model.read_bandwidth())
-    driver = platform.cuda_driver()
     return RankResult(
         artifact=artifact,
         target=model.target,
-        gpu=driver.devices[0].name if driver and driver.devices else "a GPU",
+        gpu=gpu_name(),
         rank=rank,
         rank_of=manifest.tp,
         sms=GRID[model.target] // per_device_of(manifest),

@@ -54,8 +54,10 @@ class Resources:
     @property
     def warning(self) -> str | None:
         """What makes this kernel slower than it need be."""
-        over = (self.hot - INSTRUCTION_CACHE) / 1024
-        return f"the code of a layer may be {over:.1f} KB more than the cache holds" if over > 0 else None
+        over, spilled = (self.hot - INSTRUCTION_CACHE) / 1024, self.spill_stores + self.spill_loads
+        texts = [f"the code of a layer may be {over:.1f} KB more than the cache holds"] * (over > 0)
+        texts += ["registers are spilled"] * (spilled > 0)
+        return "; ".join(texts) or None
 
 
 class Spills(InternalError):

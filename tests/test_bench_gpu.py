@@ -54,10 +54,10 @@ def test_tables(random_weights):
 
 
 def test_contexts():
-    assert contexts_within(131072, None) == [512, 1024, 8192, 32768, 131072 - ROOM]
-    assert contexts_within(8192, None) == [512, 1024, 8192 - ROOM]
-    assert contexts_within(8100, None) == [512, 1024]
-    assert contexts_within(100, None) == [100 - ROOM] and min(CONTEXTS) > 100
-    assert contexts_within(100, [20, 7, 20]) == [7, 20]
+    assert contexts_within(131072, None, CONTEXTS, ROOM) == [512, 1024, 8192, 32768, 131072 - ROOM]
+    assert contexts_within(8192, None, CONTEXTS, ROOM) == [512, 1024, 8192 - ROOM]
+    assert contexts_within(8100, None, CONTEXTS, ROOM) == [512, 1024]
+    assert contexts_within(100, None, CONTEXTS, ROOM) == [100 - ROOM] and min(CONTEXTS) > 100
+    assert contexts_within(100, [20, 7, 20], CONTEXTS, ROOM) == [7, 20]
     with pytest.raises(UserError, match="context 37: expected at most 36"):
-        contexts_within(100, [1, 37])
+        contexts_within(100, [1, 37], CONTEXTS, ROOM)

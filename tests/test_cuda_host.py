@@ -279,7 +279,7 @@ def test_waits_that_end_name_phase_and_sm(emulated, tmp_path):
         '#include <cstdio>\n#include "device.cuh"\nusing namespace mk;\n'
         "int main() {\n"
         "  for (uint32_t phase = 0; phase < kPhases; phase++)\n"
-        "    puts(describe({1, phase, 17, kLayers + 2}, 2.5).c_str());\n"
+        "    puts(describe({1, phase, 17, kLayers + 2}, 2.5, 0).c_str());\n"
         "}\n"
     )
     program = emulator.build(tmp_path / "describe.cpp", tmp_path / "describe", headers=tmp_path)

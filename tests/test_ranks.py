@@ -181,6 +181,7 @@ def failures(tmp_path_factory):
     def run(how: str, rank: int, thread: int, phase: str, layer: int, threads: int = 6) -> tuple[int, float, str]:
         words = map(str, (how, rank, thread, phase, layer, 0.4, threads))
         done = subprocess.run([folder / "failures", *words, *blobs], capture_output=True, text=True, timeout=100)
+        assert done.returncode == 0, f"freeing the model with a thread that came late: {done.returncode}"
         code, spent, *text = done.stdout.splitlines()
         return int(code), float(spent), "\n".join(text)
 

@@ -244,7 +244,6 @@ struct State {
   int length = 0;  // where it leads
   const uint8_t* weights[m::ranks] = {};  // null where they are another State's
   Failure& failure;
-  Team team;
   std::vector<Local> locals;
   Step step;
   Taps taps;
@@ -269,6 +268,7 @@ struct State {
   };
   Counter heads_done[kKvHeads];
   int32_t best[m::ranks][2];  // what the other ranks sent of their best tokens
+  Team team;  // last: its threads are joined before anything goes that one which was given up may still work on
 };
 
 }  // namespace mk

@@ -115,7 +115,7 @@ void open_device(int device, int ranks, uint64_t bytes, const std::string& what)
 }
 
 // What the SM of a rank that reported was waiting for, by phase.
-inline std::string describe(const Report& r, double wait_limit_s, int rank = 0) {
+inline std::string describe(const Report& r, double wait_limit_s, int rank) {
   static const struct {
     const char *phase, *awaited;
   } texts[kPhasesOfAll] = {

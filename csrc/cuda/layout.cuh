@@ -74,6 +74,7 @@ MK_HD int first_item(int items, int sm) { return (int)((uint32_t)items * (uint32
 // lane (g, t) finds 16 bytes of row g, the B operands of two (bf16) or four (fp8) MMAs. The last page of a unit is as
 // short as K allows: K counts in warps' shares, and the missing columns are zeros.
 constexpr int kPageRows = 8, kPageBytes = 16384, kShareBytes = kPageBytes / kWarps;
+constexpr int kUnitPages = kUnitRows / kPageRows;  // row units of a matrix in a unit of hidden rows
 MK_HD int share_columns(bool fp8) { return fp8 ? 128 : 64; }  // of one warp in one page
 MK_HD int page_columns(bool fp8) { return kWarps * share_columns(fp8); }
 MK_HD int unit_shares(int K, bool fp8) { return ceil_div(K, share_columns(fp8)); }

@@ -60,21 +60,18 @@ constexpr int kTraceBefore = 1;  // steps that run first: weights of a launch's 
 constexpr int kTraceRows = (int)kPhases + (int)kStreams;  // phases, then streams
 
 inline mk_trace_shape trace_shape(int count) {
-  static const char* names =
-      "consumers embed\nconsumers qkv\nconsumers attention\nconsumers combine\nconsumers out\nconsumers router\n"
-      "consumers choose\nconsumers gate/up\nconsumers down\nconsumers head\nconsumers token\n"
-      "dense qkv\ndense out\ndense head\nexperts cache\nexperts gate/up and down";
+#define MK_FIRST "consumers embed\nconsumers qkv\nconsumers attention\nconsumers combine\nconsumers out\nconsumers router\n"
+#define MK_LAST "consumers gate/up\nconsumers down\nconsumers head\nconsumers token\n"
+#define MK_STREAMS "dense qkv\ndense out\ndense head\nexperts cache\nexperts gate/up and down"
+  static const char* names = MK_FIRST "consumers choose\n" MK_LAST MK_STREAMS;
   static const char* names_of_all =
-      "consumers embed\nconsumers qkv\nconsumers attention\nconsumers combine\nconsumers out\nconsumers router\n"
-      "consumers choose\nconsumers gate/up\nconsumers down\nconsumers head\nconsumers token\n"
+      MK_FIRST "consumers choose\n" MK_LAST
       "consumers attention residual\nconsumers pre proj\nconsumers mix\nconsumers post proj\nconsumers dense gate/up\n"
-      "consumers dense down\nconsumers mlp residual\n"
-      "dense qkv\ndense out\ndense head\nexperts cache\nexperts gate/up and down\ndense mlp";
-  // decode_kernel chooses where it streams.
-  static const char* names_of_decode =
-      "consumers embed\nconsumers qkv\nconsumers attention\nconsumers combine\nconsumers out\nconsumers router\n"
-      "experts choose\nconsumers gate/up\nconsumers down\nconsumers head\nconsumers token\n"
-      "dense qkv\ndense out\ndense head\nexperts cache\nexperts gate/up and down";
+      "consumers dense down\nconsumers mlp residual\n" MK_STREAMS "\ndense mlp";
+  static const char* names_of_decode = MK_FIRST "experts choose\n" MK_LAST MK_STREAMS;  // it chooses where it streams
+#undef MK_FIRST
+#undef MK_LAST
+#undef MK_STREAMS
   const char* own = kMoreTraced ? names_of_all : kFastDecode && count == 1 ? names_of_decode : names;
   return {kLayers + 1, kTraceRows, kGrid, 0, own};
 }

@@ -1,4 +1,4 @@
-// The C ABI of a CUDA target: one request at a time on one GPU, around the resident kernel.
+// The C ABI of a CUDA target: one request at a time, on one GPU or ranks on several, around the resident kernel.
 #include <algorithm>
 #include <atomic>
 #include <chrono>

@@ -88,10 +88,6 @@ struct Workspace {
 #endif
 constexpr int kMoreSplits[2] = {MK_MORE_SPLITS};
 
-}  // namespace mk
-
-namespace mk {
-
 // A rank's memory on its device, which must be the current one when it is made.
 struct RankState {
   const int device;

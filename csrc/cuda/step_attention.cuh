@@ -346,7 +346,7 @@ __device__ __forceinline__ void load_qk_rms(const StepBlock& b) {
 
 __device__ __forceinline__ void step_attention(StepBlock& b, StepRing& ring) {
   b.stamp(kPhaseAttention, 0);
-  if constexpr (kQkNorm && kQkNormOverProjection) {
+  if constexpr (kQkWhole) {
     load_qk_rms(b);
     team_sync<kTeam>();
   }

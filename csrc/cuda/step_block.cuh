@@ -4,6 +4,7 @@
 #pragma once
 #include <utility>
 #include "exchange.cuh"
+#include "layers.cuh"
 #include "ring.cuh"
 #include "sampler.cuh"
 
@@ -60,7 +61,7 @@ struct StepParams : RankParams<(kRanks > 1)> {
   int32_t trace_mask;
   uint64_t wait_limit_ns;
   uint32_t barrier_base;  // arrivals before this launch
-  uint32_t first_epoch;   // layers done before this launch
+  uint32_t first_epoch;   // that decode_kernel used before this launch; of several ranks 0, whose images are empty then
   int32_t position;       // of the first given token
   int32_t given;          // tokens to run first, at least one
   int32_t new_tokens;     // tokens to choose after them; all but the last are run too
@@ -105,6 +106,7 @@ constexpr int kMaxSplits = kDeviceSplits < 1 ? 1 : kDeviceSplits > 32 ? 32 : kDe
 constexpr bool kUnitsAreSms = kOwnedUnits == 1 && kRanks == 1;
 constexpr int kSquaresStride = kUnitsAreSms ? kGrid : kModelUnits;
 constexpr int kBests = kRanks * kGrid;
+constexpr bool kQkWhole = kQkNorm && kQkNormOverProjection;  // q and k are normed over all heads
 constexpr int kAttentionRows = ceil_div(kMaxTokens * kGroup, 16) * 16;
 
 // Workspace of activations that most models do without, behind that of others.
@@ -115,7 +117,7 @@ constexpr size_t kBranchSquaresAt = (size_t)kMaxTokens * kSquaresStride;
 constexpr size_t kNarrowSquaresAt = kBranchSquaresAt + (kSandwich ? (size_t)kMaxTokens * kModelUnits : 0);
 constexpr size_t kPairSquaresAt = kNarrowSquaresAt + (kNarrow ? (size_t)kMaxTokens * kModelPreUnits : 0);
 constexpr size_t kQkSquaresAt = kPairSquaresAt + (kNarrow ? (size_t)kMaxTokens * kTopK * kModelDownUnits : 0);
-constexpr size_t kSquaresSize = kQkSquaresAt + (kQkNormOverProjection ? (size_t)kMaxTokens * kModelQkUnits : 0);
+constexpr size_t kSquaresSize = kQkSquaresAt + (kQkWhole ? (size_t)kMaxTokens * kModelQkUnits : 0);
 constexpr int kSwigluSize = kMaxTokens * most(kTopK * kMoeIntermediate, kDenseIntermediate);
 
 // What a squad exchanges about a block of 16 rows and 32 positions in attention.
@@ -216,40 +218,6 @@ __device__ __forceinline__ Step step_at(const StepParams& p, int i) {
   if (i >= chunks) return {p.given + i - chunks, 1, true};
   const int first = i * kStepTokens, tokens = min(kStepTokens, p.given - first);
   return {first, tokens, p.new_tokens ? i + 1 == chunks : first + tokens > p.given - p.num_logits};
-}
-
-// Layers of a set. Device code cannot index a constant of the host, so words are picked while compiling.
-using LayerWords = std::make_index_sequence<ceil_div(kLayers, 32)>;
-template <const LayerSet& kSet, size_t... kWord>
-__device__ __forceinline__ bool layer_is_in(int layer, std::index_sequence<kWord...>) {
-  uint32_t word = 0;
-  ((layer / 32 == (int)kWord ? word = std::integral_constant<uint32_t, kSet.words[kWord]>::value : 0), ...);
-  return word >> layer % 32 & 1;
-}
-template <const LayerSet& kSet, size_t... kWord>
-__device__ __forceinline__ int layers_before(int layer, std::index_sequence<kWord...>) {
-  int n = 0;
-  ((n += __popc(std::integral_constant<uint32_t, kSet.words[kWord]>::value &
-                (layer >= 32 * (int)kWord + 32 ? ~0u : layer > 32 * (int)kWord ? (1u << (layer - 32 * (int)kWord)) - 1 : 0u))),
-   ...);
-  return n;
-}
-__device__ __forceinline__ bool is_dense(int layer) {
-  if constexpr (kHasDense) return layer_is_in<kDense>(layer, LayerWords());
-  return false;
-}
-__device__ __forceinline__ bool is_rotated(int layer) {
-  if constexpr (kHasUnrotated) return !layer_is_in<kUnrotated>(layer, LayerWords());
-  return true;
-}
-__device__ __forceinline__ int moe_layers_before(int layer) {
-  if constexpr (kHasDense) return layer - layers_before<kDense>(layer, LayerWords());
-  return layer;
-}
-
-__device__ __forceinline__ int first_vector(int layer) {
-  if constexpr (kHasDense) return layer * kNormLayer - layers_before<kDense>(layer, LayerWords()) * kNormMoeOnly;
-  return layer * kNormLayer;
 }
 
 template <class Params>

@@ -130,6 +130,17 @@ __device__ __forceinline__ void each_two_outputs(const StepBlock& b, int count, 
   for (int i = b.tid; i < count * (kPageRows / 2) * 8 * kTiles; i += kTeam)
     if (i % (8 * kTiles) < b.tokens()) each(i / (8 * kTiles) * 2, i % (8 * kTiles));
 }
+// Once all threads have left what is to be added at output_place() of their outputs: each(row unit of the chunk, token, sum over
+// its rows in order).
+template <int kTiles, class Each>
+__device__ __forceinline__ void each_unit_sum(const StepBlock& b, int count, Each&& each) {
+  team_sync<kTeam>();
+  const int unit = b.tid / (8 * kTiles), token = b.tid % (8 * kTiles);
+  if (unit >= count || token >= b.tokens()) return;
+  float sum = 0;
+  for (int row = 0; row < kPageRows; row++) sum += *output_place<kTiles>(b, unit * kPageRows + row, token);
+  each(unit, token, sum);
+}
 
 // Rows of the embedding become the residual.
 __device__ __forceinline__ void step_embed(StepBlock& b, const int32_t* tokens) {
@@ -182,17 +193,14 @@ __device__ __forceinline__ void step_qkv(StepBlock& b, StepRing& ring) {
         y += __ldg(b.vectors() + kBiasQkv + out);
       }
       b.p.qkv[token * kQkvRows + out] = y;
-      if constexpr (kQkNorm && kQkNormOverProjection) *output_place<kTiles>(b, row, token) = y * y;
+      if constexpr (kQkWhole) *output_place<kTiles>(b, row, token) = y * y;
     });
-    if constexpr (kQkNorm && kQkNormOverProjection) {
-      team_sync<kTeam>();
-      const int unit = b.tid / (8 * kTiles), token = b.tid % (8 * kTiles);
-      if (unit < count && u0 + first + unit < kQkUnits && token < b.tokens()) {
-        float sum = 0;
-        for (int row = 0; row < kPageRows; row++) sum += *output_place<kTiles>(b, unit * kPageRows + row, token);
-        put_float(b, b.qk_squares(), kImageQk, token * kModelQkUnits + b.rank() * kQkUnits + u0 + first + unit, sum);
-      }
-    }
+    if constexpr (kQkWhole)
+      each_unit_sum<kTiles>(b, count, [&](int unit, int token, float sum) {
+        const int own = u0 + first + unit;
+        if (own >= kQkUnits) return;  // of v
+        put_float(b, b.qk_squares(), kImageQk, token * kModelQkUnits + b.rank() * kQkUnits + own, sum);
+      });
   });
   if constexpr (kRanks > 1 && kQkWhole) {
     begin_takes(b);
@@ -205,8 +213,7 @@ __device__ __forceinline__ void step_qkv(StepBlock& b, StepRing& ring) {
 template <int kTiles>
 __device__ __forceinline__ void step_out(StepBlock& b, StepRing& ring) {
   b.stamp(kPhaseOut, 0);
-  constexpr int kPerUnit = kUnitRows / kPageRows;
-  dense_product<kAttentionFp8, kModelQRows, kTiles>(b, ring, b.p.attention, b.units() * kPerUnit, [&](int first, int count) {
+  dense_product<kAttentionFp8, kModelQRows, kTiles>(b, ring, b.p.attention, b.units() * kUnitPages, [&](int first, int count) {
     if (first == 0) b.stamp(kPhaseOut, 2);
     each_output<kTiles>(b, count, [&](int row, int token) {
       const int own = 8 * first + row, out = b.owned_row() + own, held = out - b.rank() * kUnits * kUnitRows;
@@ -218,10 +225,7 @@ __device__ __forceinline__ void step_out(StepBlock& b, StepRing& ring) {
   });
   team_sync<kTeam>();
   if constexpr (kSandwich) meet_residual<false>(b, kPhaseOut);
-  if constexpr (kRanks > 1)
-    share_hidden<true>(b, b.vectors() + kNormPost, kNormOffset);
-  else
-    b.publish_hidden(b.vectors() + kNormPost, kNormOffset);
+  publish<true>(b, b.vectors() + kNormPost, kNormOffset);
   b.stamp(kSandwich ? kPhaseAttentionResidual : kPhaseOut, 3);
   b.meet();
 }

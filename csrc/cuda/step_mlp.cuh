@@ -31,13 +31,11 @@ __device__ __forceinline__ void step_pre_proj(StepBlock& b, StepRing& ring) {
       }
       put_two(b, b.narrow(), kImageNarrow, token * kNarrowHidden + out, pack_bf16x2(v[0], v[1]));
     });
-    team_sync<kTeam>();
-    const int unit = b.tid / (8 * kTiles), token = b.tid % (8 * kTiles), place = b.rank() * kPreUnits + u0 + first + unit;
-    if (unit < count && place < kModelPreUnits && token < b.tokens()) {
-      float sum = 0;
-      for (int row = 0; row < kPageRows; row++) sum += *output_place<kTiles>(b, unit * kPageRows + row, token);
+    each_unit_sum<kTiles>(b, count, [&](int unit, int token, float sum) {
+      const int place = b.rank() * kPreUnits + u0 + first + unit;
+      if (place >= kModelPreUnits) return;
       put_float(b, b.narrow_squares(), kImageNarrowSquares, token * kModelPreUnits + place, sum);
-    }
+    });
   });
   if constexpr (kRanks > 1) {
     begin_takes(b);
@@ -50,20 +48,25 @@ __device__ __forceinline__ void step_pre_proj(StepBlock& b, StepRing& ring) {
   b.stamp(kPhasePreProj, 3);
 }
 
+// The last product of an MLP, of x [tokens][kColumns], into the residual. Row scales of its matrix begin at `scales`.
+template <int kTiles, int kColumns>
+__device__ __forceinline__ void mlp_end(StepBlock& b, StepRing& ring, Phase phase, const uint16_t* x, int scales) {
+  b.stamp(phase, 0);
+  dense_product<kDenseFp8, kColumns, kTiles>(b, ring, x, b.units() * kUnitPages, [&](int first, int count) {
+    if (first == 0) b.stamp(phase, 2);
+    each_output<kTiles>(b, count, [&](int row, int token) {
+      const int own = 8 * first + row;
+      const float scale = mlp_scale(b, scales + b.first_unit() * kUnitRows + own);
+      add_to_residual(b, token, own, output_sum<kTiles>(b, row, token) * scale);
+    });
+  });
+  finish_layer(b, phase);
+}
+
 // What the experts of a token gave together, back to the model's width.
 template <int kTiles>
 __device__ __forceinline__ void step_post_proj(StepBlock& b, StepRing& ring) {
-  b.stamp(kPhasePostProj, 0);
-  constexpr int kPerUnit = kUnitRows / kPageRows;
-  dense_product<kDenseFp8, kNarrowHidden, kTiles>(b, ring, b.mixed(), b.units() * kPerUnit, [&](int first, int count) {
-    if (first == 0) b.stamp(kPhasePostProj, 2);
-    each_output<kTiles>(b, count, [&](int row, int token) {
-      const int own = 8 * first + row;
-      add_to_residual(b, token, own,
-                      output_sum<kTiles>(b, row, token) * mlp_scale(b, kPreUnits * kPageRows + b.first_unit() * kUnitRows + own));
-    });
-  });
-  finish_layer(b, kPhasePostProj);
+  mlp_end<kTiles, kNarrowHidden>(b, ring, kPhasePostProj, b.mixed(), kPreUnits * kPageRows);
 }
 
 // Gate and up of a layer without experts, and SwiGLU. Pairs of row units are dealt out, so that their rows meet in a chunk.
@@ -100,17 +103,7 @@ __device__ __forceinline__ void step_mlp_pair(StepBlock& b, StepRing& ring) {
 
 template <int kTiles>
 __device__ __forceinline__ void step_mlp_down(StepBlock& b, StepRing& ring) {
-  b.stamp(kPhaseMlpDown, 0);
-  constexpr int kPerUnit = kUnitRows / kPageRows;
-  dense_product<kDenseFp8, kDenseIntermediate, kTiles>(b, ring, b.p.swiglu, b.units() * kPerUnit, [&](int first, int count) {
-    if (first == 0) b.stamp(kPhaseMlpDown, 2);
-    each_output<kTiles>(b, count, [&](int row, int token) {
-      const int own = 8 * first + row;
-      add_to_residual(b, token, own,
-                      output_sum<kTiles>(b, row, token) * mlp_scale(b, 2 * kPageRows * kMlpPairs + b.first_unit() * kUnitRows + own));
-    });
-  });
-  finish_layer(b, kPhaseMlpDown);
+  mlp_end<kTiles, kDenseIntermediate>(b, ring, kPhaseMlpDown, b.p.swiglu, 2 * kPageRows * kMlpPairs);
 }
 
 }  // namespace mk

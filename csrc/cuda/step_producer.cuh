@@ -1,19 +1,9 @@
 // The threads that stream the step kernel's weights. Dense weights do not depend on activations: their ring runs ahead
 // through every phase, layer and step. Expert pages follow the choice of experts.
 #pragma once
-#include <utility>
 #include "step_dense.cuh"
 
 namespace mk {
-
-// Positions that a query of this layer sees, 0: all. Device code cannot index a constant of the host, so it asks for every
-// layer in turn; where none has a window, the compiler sees that.
-template <size_t... kLayer>
-__device__ __forceinline__ int window_of(int layer, std::index_sequence<kLayer...>) {
-  int window = 0;
-  ((layer == (int)kLayer ? window = std::integral_constant<int, kWindows[kLayer]>::value : 0), ...);
-  return window;
-}
 
 // Tiles of a unit that hold only positions of earlier steps, and pages of two of them. Those out of every window are left out.
 struct UnitTiles {
@@ -48,7 +38,7 @@ __device__ __forceinline__ bool dense_pages(Stream<kStepSlots>& out, const uint8
           if (!out.page(w + u * unit_bytes(kK, kFp8) + (int64_t)h * kPageBytes, page_bytes(kK, kFp8, h))) return false;
   return true;
 }
-// A layer's matrices of its MLP, of the model's width or of dense layers, and their row scales. They lie behind each other,
+// A layer's dense matrices of its MLP, those around narrow experts or a dense layer's, and their row scales. They lie behind each other,
 // whatever kind a layer is of.
 __device__ __forceinline__ const uint8_t* mlp_weights(const StepParams& p, int layer) {
   const int moe = moe_layers_before(layer);
@@ -71,8 +61,7 @@ __device__ __forceinline__ void prefetch_pages(const uint8_t* w, int units, int 
 // Those of a layer's MLP: step_mlp.cuh.
 template <int kTiles>
 __device__ __forceinline__ bool mlp_pages(Stream<kStepSlots>& out, const StepBlock& b, const uint8_t* w, bool dense) {
-  constexpr int kPerUnit = kUnitRows / kPageRows;
-  const int owned = b.first_unit() * kPerUnit, units = b.units() * kPerUnit;
+  const int owned = b.first_unit() * kUnitPages, units = b.units() * kUnitPages;
   if constexpr (kHasDense)
     if (dense) {
       const int pair0 = 2 * first_item(kMlpPairs, b.sm()), pairs = 2 * first_item(kMlpPairs, b.sm() + 1) - pair0;
@@ -104,7 +93,6 @@ __device__ __forceinline__ void step_produce_dense(const StepBlock& b) {
                          &watch};
   const int qkv0 = first_item(kQkvUnits, b.sm()), qkv = first_item(kQkvUnits, b.sm() + 1) - qkv0;
   const int head0 = first_item(kHeadUnits, b.sm()), head = first_item(kHeadUnits, b.sm() + 1) - head0;
-  constexpr int kPerUnit = kUnitRows / kPageRows;
   const int steps = step_count(p);
   const auto stream = [&] {
 #pragma unroll 1
@@ -118,8 +106,8 @@ __device__ __forceinline__ void step_produce_dense(const StepBlock& b) {
         stamp_stream(p, i, layer, kStreamQkv, 1);
         stamp_stream(p, i, layer, kStreamOut, 0);
         if (!dense_pages<kAttentionFp8, kModelQRows, kTiles>(
-                out, w + kQkvBytes + b.first_unit() * kPerUnit * unit_bytes(kModelQRows, kAttentionFp8),
-                b.units() * kPerUnit))
+                out, w + kQkvBytes + b.first_unit() * kUnitPages * unit_bytes(kModelQRows, kAttentionFp8),
+                b.units() * kUnitPages))
           return;
         stamp_stream(p, i, layer, kStreamOut, 1);
         if constexpr (kNarrow || kHasDense) {

@@ -18,7 +18,6 @@ constexpr int kImageBest = kImageOutSquares + kMaxTokens * kModelUnits;         
 constexpr int kImageCancel = kImageBest + whole_vectors(2 * kBests);             // rank 0's: what the host says
 constexpr int kImageLogits = kImageCancel + 4;                                   // float32: [kModelHeadRows], of the last token
 // Of norms of q and k over all heads, float32: [kMaxTokens][kModelQkUnits]
-constexpr bool kQkWhole = kQkNorm && kQkNormOverProjection;
 constexpr int kImageQk = kImageLogits + kModelHeadRows;
 // Of the norm behind each of a layer's two branches, float32: [2][kMaxTokens][kModelUnits]
 constexpr int kImageBranch = kImageQk + (kQkWhole ? kMaxTokens * kModelQkUnits : 0);
@@ -169,21 +168,18 @@ __device__ __forceinline__ void embed_all(const Block& b, const int32_t* tokens)
 // Two neighbouring dimensions of a head's attention.
 template <class Block>
 __device__ __forceinline__ void put_attention(const Block& b, int token, int head, int dim, uint32_t two) {
-  const int at = (token * kModelQRows + (b.rank() * kHeads + head) * kHeadDim + dim) / 2;
-  ((uint32_t*)b.p.attention)[at] = two;
-  exchange_of(b).put(kImageAttention + at, two);
+  put_two(b, b.p.attention, kImageAttention, token * kModelQRows + (b.rank() * kHeads + head) * kHeadDim + dim, two);
 }
 template <class Block>
 __device__ __forceinline__ void take_attention(const Block& b) {
   begin_takes(b);
-  take_items<uint4>(
-      b, kImageAttention, b.tokens() * (kModelQRows / 8), [](int i) { return i % (kModelQRows / 8) / (kSentAttention / 4); },
-      [&](int i, uint4 w) { ((uint4*)b.p.attention)[i] = w; });
+  take_rows<kModelQRows, 2 * kSentAttention>(b, b.p.attention, kImageAttention, b.tokens());
 }
 
 // publish_hidden() of several ranks. mid: after attention, when the router wants float32; else bf16 does.
 template <bool kMid, class Block>
 __device__ __forceinline__ void share_hidden(const Block& b, const float* norm, float offset) {
+  constexpr int kImageSquares = kMid ? kImageMidSquares : kImageOutSquares;
   const auto x = exchange_of(b);
   const int fours = b.units() * (kUnitRows / 4);
   for (int i = b.tid; i < b.tokens() * fours; i += kTeam) {
@@ -203,9 +199,7 @@ __device__ __forceinline__ void share_hidden(const Block& b, const float* norm, 
   }
   for (int i = b.tid; i < b.tokens() * b.units(); i += kTeam) {
     const int token = i / b.units(), unit = i % b.units(), at = token * kModelUnits + b.owned_row() / kUnitRows + unit;
-    const float sum = b.unit_squares(token, unit);
-    b.p.squares[at] = sum;
-    x.put((kMid ? kImageMidSquares : kImageOutSquares) + at, __float_as_uint(sum));
+    put_float(b, b.p.squares, kImageSquares, at, b.unit_squares(token, unit));
   }
   begin_takes(b);
   if constexpr (kMid)
@@ -217,13 +211,17 @@ __device__ __forceinline__ void share_hidden(const Block& b, const float* norm, 
           ((uint2*)b.p.hidden)[i] = uint2{pack_bf16x2(y.x, y.y), pack_bf16x2(y.z, y.w)};
         });
   else
-    take_items<uint4>(
-        b, kImageOut, b.tokens() * (kHidden / 8), [](int i) { return i % (kHidden / 8) / (kSentOut / 4); },
-        [&](int i, uint4 w) { ((uint4*)b.p.hidden)[i] = w; });
-  take_items<uint32_t>(
-      b, kMid ? kImageMidSquares : kImageOutSquares, b.tokens() * kModelUnits,
-      [](int i) { return i % kModelUnits / kSentSquares; },
-      [&](int i, uint32_t w) { b.p.squares[i] = __uint_as_float(w); });
+    take_rows<kHidden, 2 * kSentOut>(b, b.p.hidden, kImageOut, b.tokens());
+  take_floats<kModelUnits, kSentSquares>(b, b.p.squares, kImageSquares, b.tokens());
+}
+
+// Of any number of ranks.
+template <bool kMid, class Block>
+__device__ __forceinline__ void publish(const Block& b, const float* norm, float offset) {
+  if constexpr (kRanks > 1)
+    share_hidden<kMid>(b, norm, offset);
+  else
+    b.publish_hidden(norm, offset);
 }
 
 // SwiGLU of rows r and r + 1 of a gate/up tile of this rank, of one pair.
@@ -231,18 +229,12 @@ template <class Block>
 __device__ __forceinline__ void put_swiglu(const Block& b, int pair, int unit, int r, float h0, float h1) {
   const int row = (b.rank() * kPairUnits + unit) * 8 + r;
   if (row >= kMoeIntermediate) return;  // the last ranks' tiles may be zeros
-  const int at = (pair * kMoeIntermediate + row) / 2;
-  const uint32_t two = pack_bf16x2(h0, h1);
-  ((uint32_t*)b.p.swiglu)[at] = two;
-  exchange_of(b).put(kImageSwiglu + at, two);
+  put_two(b, b.p.swiglu, kImageSwiglu, pair * kMoeIntermediate + row, pack_bf16x2(h0, h1));
 }
 template <class Block>
 __device__ __forceinline__ void take_swiglu(const Block& b) {
   begin_takes(b);
-  take_items<uint4>(
-      b, kImageSwiglu, b.tokens() * kTopK * (kMoeIntermediate / 8),
-      [](int i) { return i % (kMoeIntermediate / 8) / (kSentSwiglu / 4); },
-      [&](int i, uint4 w) { ((uint4*)b.p.swiglu)[i] = w; });
+  take_rows<kMoeIntermediate, 2 * kSentSwiglu>(b, b.p.swiglu, kImageSwiglu, b.tokens() * kTopK);
 }
 
 // The end of the head: p.best has this SM's best of the last token, shared_token[1] what the host said to rank 0.

@@ -53,6 +53,14 @@ __device__ __forceinline__ void meet_residual(StepBlock& b, Phase made) {
   team_sync<kTeam>();
 }
 
+// The residual is that of the next layer. phase: this one's last.
+__device__ __forceinline__ void end_layer(StepBlock& b, Phase phase) {
+  // behind the last layer's vectors lies the final norm
+  publish<false>(b, b.next_vectors() + kNormInput, b.layer() + 1 < kLayers ? kNormOffset : 0.f);
+  b.stamp(phase, 3);
+  b.meet(1);
+}
+
 // The MLP's outputs are in the residual, or in the branch: the layer ends. phase: the MLP's last.
 __device__ __forceinline__ void finish_layer(StepBlock& b, Phase phase) {
   team_sync<kTeam>();
@@ -63,14 +71,7 @@ __device__ __forceinline__ void finish_layer(StepBlock& b, Phase phase) {
     for (int i = b.tid; i < b.tokens() * rows; i += kTeam)
       b.p.taps[((int64_t)b.layer() * kMaxTokens + b.s.first + i / rows) * kHidden + b.owned_row() + i % rows] =
           b.s.residual[i / rows][i % rows];
-  // behind the last layer lies the final norm
-  const float offset = b.layer() + 1 < kLayers ? kNormOffset : 0.f;
-  if constexpr (kRanks > 1)
-    share_hidden<false>(b, b.next_vectors() + kNormInput, offset);
-  else
-    b.publish_hidden(b.next_vectors() + kNormInput, offset);
-  b.stamp(kSandwich ? kPhaseMlpResidual : phase, 3);
-  b.meet(1);
+  end_layer(b, kSandwich ? kPhaseMlpResidual : phase);
 }
 
 }  // namespace mk

@@ -1,7 +1,7 @@
 // Compiled for the emulated machine: what the step kernel chooses, given router products. On standard input a layer's vectors
 // [kNormLayer], then again and again products [kMaxTokens][kExperts]; of each the chosen experts, int16, and their weights,
 // float32, [kMaxTokens][kTopK].
-#include "cuda/step_experts.cuh"
+#include "cuda/step_router.cuh"
 
 #include <cstdio>
 #include <cstdlib>

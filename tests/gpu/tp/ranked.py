@@ -14,7 +14,7 @@ import emulator
 import jobs
 import kernels
 
-from mkpack import abi, layout_cuda, loader, platform, schedule
+from mkpack import abi, layout_cuda, loader, platform
 from mkpack import build as builder
 from mkpack.compile import Kernel, Unit
 from mkpack.generation import spread
@@ -96,15 +96,11 @@ def steps(artifact: Path, counts: Sequence[int], context: int, new: int, emulate
         loader.load(artifact, target="gpu") as model,
     ):
         manifest = model.manifest
-        layout = layout_cuda.cuda_layout_of(manifest)
-        assert layout
-        gpus = _gpus(manifest.tp, layout.per_device)
-        spec = model.spec.model_copy(update={"num_key_value_heads": layout.heads.kv_heads})
-        phases = schedule.phases_of(manifest, "cuda")
+        spec = model.spec
+        gpus = _gpus(manifest.tp, layout_cuda.per_device_of(manifest))
 
         def megabytes(count: int, experts: float | None) -> float:
-            read = schedule.step_bytes(spec, phases, count, context, schedule.KV_BYTES["cuda"], experts)
-            return read * (manifest.tp // gpus) / 1e6
+            return model.bytes_per_step(count, context, experts) * (manifest.tp // gpus) / 1e6
 
         bandwidth = model.read_bandwidth()
         prompt, found = spread(spec.vocab_size, context), []
