@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from mkpack import payload, plan, prequantised, schedule, text_tokens
 from mkpack.checkpoint import INDEX, Checkpoint
@@ -25,7 +25,7 @@ from mkpack.quant_config import fp8_block
 from mkpack.recipe import Quantise
 from mkpack.scales import Range, Scales
 from mkpack.shard import TensorInfo
-from mkpack.spec import Format, ModelSpec, SourceNames, TensorRole, tensors
+from mkpack.spec import Format, ModelSpec, Precision, SourceNames, TensorRole, tensors
 
 _PREFIX = 4096  # bytes that two matrices must have in common before they are read whole
 _CHUNK = 16 << 20
@@ -268,7 +268,7 @@ def _sizes(found: Audit, checkpoint: Checkpoint, spec: ModelSpec, roles: list[Te
             schemes.setdefault(role.precision or "", set()).add(stored.scheme)
             if role.name.endswith(".router"):
                 routers.add(stored.weight.dtype)
-    precision: dict[str, Format] = Quantise().model_dump(exclude={"algorithm", "down_input"})
+    precision: dict[str, Format] = Quantise().model_dump(include=set(get_args(Precision)))
     for key in precision.keys() & schemes.keys() - {"experts"}:
         if schemes[key] <= {"nvfp4", "mxfp4"}:
             precision[key] = "nvfp4"

@@ -27,7 +27,6 @@ from mkpack.compile import Kernel, Unit, compile_kernels
 from mkpack.dummy import Dummy
 from mkpack.errors import UserError, os_errors
 from mkpack.layout import Layout
-from mkpack.layout_cuda import CudaLayout
 from mkpack.manifest import (
     FORMAT_VERSION,
     MANIFEST_NAME,
@@ -400,12 +399,10 @@ def _summary(report: dict[str, Any]) -> dict[str, Any]:
 
 def _kernel_entry(todo: Plan, limits: Limits, target: str, trace: bool, path: str, compiled: Kernel) -> KernelEntry:
     name = layout_name(target)
-    layout, trace = todo.layouts[name], trace and name == "cuda"
-    facts = (todo.spec, layout.sections, layout.nbytes, layout.tp, limits, target, trace, layout.down_input)
     return KernelEntry(
         path=path,
         layout=name,
-        description=codegen.description(*facts, layout.per_device if isinstance(layout, CudaLayout) else 1),
+        description=codegen.description(todo.layouts[name], limits, target, trace and name == "cuda"),
         compiler=compiled.compiler,
         requires=compiled.requires,  # type: ignore[arg-type]
     )

@@ -14,7 +14,6 @@ from mkpack.dummy import Dummy
 from mkpack.errors import UserError, some
 from mkpack.packing import PLAIN
 from mkpack.plan import Plan
-from mkpack.quantize import NVFP4_MAX
 
 if TYPE_CHECKING:
     import numpy as np
@@ -86,7 +85,7 @@ def down_input_report(todo: Plan) -> dict[str, str]:
         return {"format": carried} if carried else {}
     told = "of every expert, from the calibration"
     if todo.recipe.source.dummy:
-        told = f"random weights, nothing calibrated: {DUMMY_AMAX:g} / {NVFP4_MAX:g} for every expert"
+        told = f"random weights, nothing calibrated: {DUMMY_AMAX:g} / {quantize.NVFP4_MAX:g} for every expert"
     return {"format": carried, "global_scales": told}
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from mkpack import abi
 from mkpack.digest import digest_of
 from mkpack.layout import Layout, ceil_div, tile_bytes
-from mkpack.manifest import Limits, Section
+from mkpack.manifest import Limits
 from mkpack.schedule import Schedule, cpu
-from mkpack.spec import Format, ModelSpec
+
+if TYPE_CHECKING:
+    from mkpack.layout_cuda import CudaLayout
 
 _LAYER_FIELDS = (
     "attn_norm qkv qkv_scale qkv_bias q_norm k_norm sinks o o_scale o_bias attn_residual_gate mlp_norm router "
@@ -19,34 +21,23 @@ _LAYER_FIELDS = (
 ).split()
 
 
-def description(
-    spec: ModelSpec,
-    sections: Iterable[Section],
-    nbytes: int,
-    tp: int,
-    limits: Limits,
-    target: str,
-    trace: bool = False,
-    down_input: Format | None = None,
-    per_device: int = 1,
-) -> str:
+def description(layout: Layout | CudaLayout, limits: Limits, target: str, trace: bool = False) -> str:
     """The JSON text compiled into the .so: what must agree between a kernel and the weights it is given. trace: the
-    kernel keeps times for `mkpack trace`. down_input: how it carries that, where the recipe says it. per_device: ranks
-    that may share a GPU."""
+    kernel keeps times for `mkpack trace`."""
     facts: dict[str, object] = {
         "abi": abi.ABI_VERSION,
         "target": target,
-        "tp": tp,
+        "tp": layout.tp,
         "context": limits.context,
         "tokens_per_step": limits.tokens_per_step,
-        "weights_bytes": nbytes,
-        "spec": digest_of(spec.model_dump(mode="json")),
-        "sections": digest_of([s.model_dump(mode="json") for s in sections]),
+        "weights_bytes": layout.nbytes,
+        "spec": digest_of(layout.spec.model_dump(mode="json")),
+        "sections": digest_of([s.model_dump(mode="json") for s in layout.sections]),
     }
-    if down_input:
-        facts["down_input"] = down_input
-    if per_device > 1:
-        facts["per_device"] = per_device
+    if layout.down_input:
+        facts["down_input"] = layout.down_input
+    if layout.per_device > 1:
+        facts["per_device"] = layout.per_device
     return json.dumps({**facts, "trace": True} if trace else facts, sort_keys=True)
 
 
@@ -201,10 +192,8 @@ def model_header(layout: Layout, limits: Limits, target: str) -> str:
         "lm_head_scale": offset(head + ".scale"),
         "blob_bytes": layout.nbytes,
     }
-    schedule = cpu.cpu_schedule(
-        spec, layout.sections, tp, limits.context, limits.tokens_per_step, target, layout.down_input
-    )
-    text = description(spec, layout.sections, layout.nbytes, tp, limits, target, down_input=layout.down_input)
+    schedule = cpu.cpu_schedule(layout, limits.context, limits.tokens_per_step, target)
+    text = description(layout, limits, target)
     sizes = {(s.format, s.cols) for s in layout.sections if s.cols > 1}
     asserts = [
         f"static_assert(mk::tile_bytes(mk::Fmt::{f}, {ceil_div(c, 16)}) == {tile_bytes(f, c)});"

@@ -152,9 +152,7 @@ def _graph(
     if isinstance(layout, CudaLayout):
         kernels = schedule.cuda_schedules(layout, context, target)
     else:
-        kernels = (
-            schedule.cpu_schedule(layout.spec, layout.sections, layout.tp, context, tokens, target, layout.down_input),
-        )
+        kernels = (schedule.cpu_schedule(layout, context, tokens, target),)
     names = tuple(s.kernel for s in kernels)
     if kernel is not None and kernel not in names:
         has = ", ".join(f'"{n}"' for n in names if n) or "just one"

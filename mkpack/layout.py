@@ -92,6 +92,8 @@ class Layout:
     down projection is carried, where it is rounded; router_format is the checkpoint's own router dtype.
     """
 
+    per_device = 1  # only ranks on GPUs may share a device
+
     def __init__(self, spec: ModelSpec, precision: Mapping[str, Format], tp: int = 1, router_format: Format = "f32"):
         self.spec, self.precision, self.tp, self.router_format = spec, dict(precision), tp, router_format
         self.down_input = self.precision.get("down_input")

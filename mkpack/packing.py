@@ -248,11 +248,11 @@ def _each(
         for group in chosen:
             if _name(group) in done:
                 continue
-            size = todo.group_bytes(group)
+            nbytes = todo.group_bytes(group)
             with changed:
-                while not failed and running and (running >= at_once or held + size > most):
+                while not failed and running and (running >= at_once or held + nbytes > most):
                     changed.wait()
-                held, running = held + size, running + 1
+                held, running = held + nbytes, running + 1
             if failed:
                 break
             if kernels.done():

@@ -112,7 +112,7 @@ class Plan:
         context, tokens = len(self.quality.tokens), self.recipe.limits.tokens_per_step
         buffers = 0  # keys and values are most of them
         for layout in (self.layout, self.quality.reference):
-            step = schedule.cpu_schedule(self.spec, layout.sections, layout.tp, context, tokens)
+            step = schedule.cpu_schedule(layout, context, tokens)
             buffers += sum(b.nbytes for b in step.buffers if b.scope == "shared")
         # Both models' logits as float64, and three arrays more for the divergence between them.
         logits = 5 * 8 * tokens * self.spec.vocab_size
@@ -357,9 +357,7 @@ def _prove(layout: Layout | CudaLayout, recipe: Recipe, target: str) -> None:
     if isinstance(layout, CudaLayout):
         proofs = schedule.cuda_proofs(layout, context, target)
     else:
-        proofs = (
-            schedule.cpu_schedule(layout.spec, layout.sections, layout.tp, context, tokens, target, layout.down_input),
-        )
+        proofs = (schedule.cpu_schedule(layout, context, tokens, target),)
     for found in proofs:
         schedule.check(found)
 

@@ -103,16 +103,7 @@ def _unit(where: str, manifest: Manifest, target: str) -> Unit:
                 schedule.check(proof)
             return Unit(target, target, cuda_header(layout, manifest.limits, target, manifest.kernels[target].traced))
         limits = manifest.limits
-        found = schedule.cpu_schedule(
-            manifest.spec,
-            layout.sections,
-            layout.tp,
-            limits.context,
-            limits.tokens_per_step,
-            target,
-            layout.down_input,
-        )
-        schedule.check(found)
+        schedule.check(schedule.cpu_schedule(layout, limits.context, limits.tokens_per_step, target))
         return Unit(target, target, codegen.model_header(layout, limits, target))
     except (InternalError, AssertionError, ArithmeticError, LookupError, ValueError) as e:
         raise UserError(f"{refused}{shown(str(e))}") from e
@@ -148,9 +139,7 @@ def _numbers(where: str, value: object) -> Iterator[tuple[str, int]]:
 def _is_the_manifests(layout: Layout | CudaLayout, manifest: Manifest, target: str) -> bool:
     """Whether sections, sizes and description of the manifest are those that this version makes of its spec."""
     name, traced = manifest.kernels[target].layout, manifest.kernels[target].traced
-    limits, trace = manifest.limits, traced and name == "cuda"
-    facts = (manifest.spec, layout.sections, layout.nbytes, layout.tp, limits, target, trace, layout.down_input)
-    text = codegen.description(*facts, layout.per_device if isinstance(layout, CudaLayout) else 1)
+    text = codegen.description(layout, manifest.limits, target, traced and name == "cuda")
     return (
         name == ("cuda" if isinstance(layout, CudaLayout) else "cpu")
         and layout.tp == manifest.tp

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
+import signal
 import tempfile
 from pathlib import Path
 
@@ -15,6 +16,10 @@ from hypothesis import HealthCheck, settings
 _HOME = tempfile.mkdtemp(prefix="mkpack-tests-")
 atexit.register(shutil.rmtree, _HOME, ignore_errors=True)
 os.environ["XDG_CONFIG_HOME"], os.environ["XDG_CACHE_HOME"] = f"{_HOME}/config", f"{_HOME}/cache"
+
+# A script that starts the tests in the background has them ignore Ctrl-C, and all that they start; some are about it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # How long an example takes is the machine's, and fixtures of one test serve all its examples. In CI the same examples
 # every time, so that a red run is about the change; elsewhere new ones each time.

@@ -112,9 +112,7 @@ def test_offsets_are_those_of_the_layout(layout):
 def describe(**changes) -> str:
     arguments = {"spec": SPEC, "tp": 1, "limits": LIMITS, "target": "x86-64-v3", "precision": {}, **changes}
     layout = Layout(arguments["spec"], kernels.precision(**arguments["precision"]), arguments["tp"])
-    return codegen.description(
-        layout.spec, layout.sections, layout.nbytes, layout.tp, arguments["limits"], arguments["target"]
-    )
+    return codegen.description(layout, arguments["limits"], arguments["target"])
 
 
 def test_a_description_differs_when_anything_does():

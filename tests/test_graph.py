@@ -27,7 +27,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def graph_of(layout: Layout, context: int = 300, tokens: int = 16) -> graph.Graph:
-    found = schedule.cpu_schedule(layout.spec, layout.sections, layout.tp, context, tokens)
+    found = schedule.cpu_schedule(layout, context, tokens)
     return graph.Graph("tiny & <small>", found)
 
 

@@ -298,7 +298,7 @@ def test_the_header_describes_the_model(target):
     for name in ("dense", "dense_scales", "norms"):
         assert f"constexpr uint64_t {name}_at = {layout.offset(name)};" in header
     assert "constexpr uint64_t head_scales_at = 0;" in header
-    text = codegen.description(layout.spec, layout.sections, layout.nbytes, 1, LIMITS, target)
+    text = codegen.description(layout, LIMITS, target)
     assert json.loads(text)["target"] == target and f'R"mk({text})mk"' in header
 
 

@@ -55,7 +55,7 @@ def layer_phases(spec: ModelSpec, moe: bool) -> list[str]:
 
 
 def scheduled(layout: Layout, context: int = 300, tokens: int = 16) -> Schedule:
-    return schedule.cpu_schedule(layout.spec, layout.sections, layout.tp, context, tokens)
+    return schedule.cpu_schedule(layout, context, tokens)
 
 
 @given(layouts())
@@ -412,7 +412,7 @@ def test_words_are_fewer_where_values_are_carried_as_something():
     """Of experts alone: 16 tokens, 2 chosen experts and 16 rows a rank are 32 blocks."""
     for carried, words in ((None, 512), ("bf16", 256), ("nvfp4", 72)):
         layout = Layout(SPEC, LAYOUT.precision | ({"down_input": carried} if carried else {}), 2)
-        found = schedule.cpu_schedule(SPEC, layout.sections, 2, 300, 16, down_input=layout.down_input)
+        found = schedule.cpu_schedule(layout, 300, 16)
         sent = {p.key: p.exchange for p in found.phases if p.name == "gate_up"}
         assert sent["layers.0.gate_up"] == Exchange(("inner",), words, carried=carried)
         assert sent["layers.2.gate_up"] == Exchange(("inner",), 512) and validate(found) == []

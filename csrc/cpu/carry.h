@@ -3,14 +3,13 @@
 // a block is rounded where it is computed; ranks tell each other the same blocks as they are carried. Plain loops, one
 // rounding an operation: the bits are the same at every vector width.
 #pragma once
-#include <immintrin.h>
-
 #include <algorithm>
 #include <bit>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 
+#include "common/e4m3.h"
 #include "common/format.h"
 
 namespace mk {
@@ -29,16 +28,6 @@ inline uint16_t to_bf16(float x) {
   return static_cast<uint16_t>((bits & 0x7fffffff) > 0x7f800000 ? nan : rounded);
 }
 inline float from_bf16(uint16_t bits) { return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16); }
-
-// e4m3 of a float32 in [2^-9, 448], to nearest even.
-inline uint8_t to_e4m3(float x) {
-  if (x < 0x1p-6f) return static_cast<uint8_t>(_mm_cvtss_si32(_mm_set_ss(x * 512)));  // subnormal: multiples of 2^-9
-  const uint32_t bits = std::bit_cast<uint32_t>(x);
-  return static_cast<uint8_t>(((bits + 0x7ffff + (bits >> 20 & 1)) >> 20) - (120 << 3));
-}
-inline float from_e4m3(uint8_t scale) {
-  return scale == 0x7f ? NAN : std::bit_cast<float>(static_cast<uint32_t>(scale) << 20) * 0x1p120f;
-}
 
 // nvidia-modelopt's dynamic quantiser but for the sign of zero: scale = e4m3(amax / (6 * scale2)) within [2^-9, 448], or 1
 // where that is zero; code = e2m1(x / (scale * scale2)), to nearest even. What is beyond the largest value, infinities
@@ -94,8 +83,11 @@ inline void carry_into(float* x, float scale2, uint32_t* message, int64_t i) {
   static_assert(F == Fmt::bf16 || F == Fmt::nvfp4);
   uint32_t* group = message + i / group_blocks(F) * group_words(F);
   if constexpr (F == Fmt::bf16) {
-    carry<F>(x, scale2);
-    for (int w = 0; w < 8; w++) group[w] = to_bf16(x[2 * w]) | static_cast<uint32_t>(to_bf16(x[2 * w + 1])) << 16;
+    for (int w = 0; w < 8; w++) {
+      const uint16_t low = to_bf16(x[2 * w]), high = to_bf16(x[2 * w + 1]);
+      group[w] = low | static_cast<uint32_t>(high) << 16;
+      x[2 * w] = from_bf16(low), x[2 * w + 1] = from_bf16(high);
+    }
   } else {
     const Nvfp4Block block = encode_nvfp4(x, scale2);
     decode_nvfp4(block, scale2, x);

@@ -7,7 +7,6 @@
 // Sync::data is the exchange: a word is its own flag. Sync::flags is the same with plain words and an epoch counter beside
 // them, released and acquired: slower on a GPU, obvious everywhere, and what the first is compared with.
 #pragma once
-#include <bit>
 #include <cstring>
 #include <utility>
 
@@ -78,8 +77,9 @@ class Exchange {
     // Orders what was cleared before what is sent. No instruction on x86, where stores keep their order anyway; it keeps
     // the compiler to that.
     if constexpr (S == Sync::data) std::atomic_thread_fence(std::memory_order_release);
-    const auto [lo, hi] = share(count(walk), seat.tid, seat.threads);
-    if (count(walk) == 0 && seat.tid == 0) put(slot[0], 0);
+    const int64_t words = count(walk);
+    const auto [lo, hi] = share(words, seat.tid, seat.threads);
+    if (words == 0 && seat.tid == 0) put(slot[0], 0);
     runs(walk, lo, hi, [&](int64_t at, const void* run, int64_t n) {
       for (int64_t i = 0; i < n; i++) {
         uint32_t word;

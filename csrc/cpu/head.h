@@ -1,5 +1,7 @@
 // The last norm, the vocabulary projection and the greedy choice.
 #pragma once
+#include <bit>
+
 #include "cpu/project.h"
 
 namespace mk {

@@ -143,8 +143,9 @@ inline void pre_norm(State& s, int layer, int tid) {
            s.step.slots, s.locals[tid].normed.data());
 }
 
-// inner[active expert][block][its tokens][16] = swiglu(gate, up), of experts as it is carried. The 16 rows of a tile are the block of 16 columns that
-// the down projection reads. Blocks: of the input, in `normed`. Experts: whether these are, and not a dense layer.
+// inner[active expert][block][its tokens][16] = swiglu(gate, up), of experts as it is carried. The 16 rows of a tile are the
+// block of 16 columns that the down projection reads. Blocks: of the input, in `normed`. Experts: whether these are, and not a
+// dense layer.
 template <Fmt F, int Blocks, int Size, int RankTiles, bool Experts>
 inline void gate_up_phase(State& s, int layer, int tid) {
   const m::Layer& l = m::layers[layer];
@@ -175,9 +176,12 @@ inline void gate_up_phase(State& s, int layer, int tid) {
     float* inner = s.inner.data() + (int64_t{which} * kInnerBlocks * kMaxSlots + block * n) * 16;
     constexpr Fmt carried = Experts ? m::fmt_down_input : Fmt::f32;
     const float scale2 = carried == Fmt::nvfp4 ? s.whole<float>(l.down_input_scale)[a.expert] : 1.0f;
-    // Where the run begins among the blocks that other ranks are told, expert by expert.
-    int64_t sent = int64_t{block - own_first} * a.count;
-    for (int before = 0; before < which; before++) sent += own * local.active[static_cast<size_t>(before)].count;
+    int64_t sent = 0;  // where the run begins among the blocks that ranks with memory of their own send, expert by expert
+    if constexpr (Experts && kSendsCarried)
+      if (s.link) {
+        sent = int64_t{block - own_first} * a.count;
+        for (int before = 0; before < which; before++) sent += own * local.active[static_cast<size_t>(before)].count;
+      }
     tile_run<F>(n, s.at<uint8_t>(rank, l.gate_up) + pair * size, 2 * count, Blocks, x, [&](int i, const float* sums) {
       const V scale = tile_scale<F>(scales, pair + i);
       float* out = inner + i / 2 * n * 16;

@@ -3,38 +3,17 @@
 //
 // Every operation on a value is one IEEE float32 operation and the compiler may not contract them, so vector width
 // changes nothing.
+#include <bit>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+
+#include "../common/e4m3.h"
 
 namespace {
 
 constexpr int BLOCK = 16;
 constexpr float E2M1_MAX = 6, E4M3_MAX = 448, E4M3_MIN = 0x1p-9f;
-
-float from_bits(uint32_t bits) {
-  float value;
-  std::memcpy(&value, &bits, 4);
-  return value;
-}
-
-uint32_t to_bits(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, 4);
-  return bits;
-}
-
-// From E4M3_MIN to E4M3_MAX, to nearest, ties to even.
-int to_e4m3(float value) {
-  if (value < 0x1p-6f) return static_cast<int>(std::nearbyint(value * 512));  // subnormal
-  uint32_t bits = to_bits(value);
-  bits += 0x7ffff + (bits >> 20 & 1);
-  return static_cast<int>(bits >> 20) - (120 << 3);
-}
-
-float from_e4m3(int code) {
-  return code < 8 ? static_cast<float>(code) * E4M3_MIN : from_bits(static_cast<uint32_t>(code + (120 << 3)) << 20);
-}
 
 // The second half added to the first until one is left.
 double sum(double (&terms)[BLOCK]) {
@@ -46,7 +25,7 @@ double sum(double (&terms)[BLOCK]) {
 // e2m1 codes of a block under one scale. Returns the squared error: of float32 differences, squared and added as
 // doubles.
 double encode(const float* x, int scale_code, float scale2, uint8_t* codes) {
-  const float scale = from_e4m3(scale_code), step = scale * scale2;
+  const float scale = mk::from_e4m3(static_cast<uint8_t>(scale_code)), step = scale * scale2;
   double squares[BLOCK];
   for (int i = 0; i < BLOCK; i++) {
     const float y = x[i] / step, a = std::fabs(y);
@@ -77,7 +56,7 @@ void load(const void* weights, bool bf16, int64_t first, int count, float* x) {
   }
   uint16_t bits[BLOCK] = {};
   std::memcpy(bits, static_cast<const uint16_t*>(weights) + first, sizeof(uint16_t) * count);
-  for (int i = 0; i < BLOCK; i++) x[i] = from_bits(static_cast<uint32_t>(bits[i]) << 16);
+  for (int i = 0; i < BLOCK; i++) x[i] = std::bit_cast<float>(static_cast<uint32_t>(bits[i]) << 16);
 }
 
 }  // namespace
@@ -104,7 +83,7 @@ extern "C" __attribute__((visibility("default"))) void mk_nvfp4(const void* weig
       float wanted = largest(x) / (E2M1_MAX * scale2);
       if (wanted == 0) wanted = 1;  // a block of zeros, or one that underflows: modelopt's choice
       wanted = wanted < E4M3_MIN ? E4M3_MIN : wanted > E4M3_MAX ? E4M3_MAX : wanted;
-      const int start = to_e4m3(wanted);
+      const int start = mk::to_e4m3(wanted);
       uint8_t codes[BLOCK], other[BLOCK];
       int chosen = start;
       const double of_max = encode(x, start, scale2, codes);

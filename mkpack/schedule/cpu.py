@@ -15,6 +15,7 @@ from mkpack.schedule.cpu_buffers import BUFFERS, CHUNK, Sizes
 from mkpack.schedule.ir import Exchange, Items, Phase, Schedule, Use, Wait, carried_words
 
 if TYPE_CHECKING:
+    from mkpack.layout import Layout
     from mkpack.manifest import Section
     from mkpack.spec import Format, ModelSpec
 
@@ -40,18 +41,10 @@ def phases(
     return _Step(spec, sections, tp, context, tokens_per_step).phases()
 
 
-def cpu_schedule(
-    spec: ModelSpec,
-    sections: Iterable[Section],
-    tp: int,
-    context: int,
-    tokens_per_step: int,
-    target: str = "cpu",
-    down_input: Format | None = None,
-) -> Schedule:
-    """A model's step on the CPU at its limits. down_input: how what goes into the experts' down projection is carried,
-    where it is rounded. Raises UserError when the heads cannot be dealt over `tp` ranks."""
-    step = _Step(spec, sections, tp, context, tokens_per_step, down_input)
+def cpu_schedule(layout: Layout, context: int, tokens_per_step: int, target: str = "cpu") -> Schedule:
+    """A model's step on the CPU at its limits."""
+    spec, tp = layout.spec, layout.tp
+    step = _Step(spec, layout.sections, tp, context, tokens_per_step, layout.down_input)
     found = step.phases()
     used = {u.buffer for p in found for u in (*p.reads, *p.writes, *p.updates)}
     buffers = tuple(b for b in step.buffers() if b.name in used)
@@ -109,7 +102,7 @@ class _Step(Sizes):
                 updates=(logits,),
                 waits=(Wait("head"),),
                 # Before every step, also of tokens that a caller gave.
-                exchange=Exchange(("tokens",), STEP_WORDS + tokens) if self.tp > 1 else None,
+                exchange=Exchange(("tokens",), STEP_WORDS + tokens, per_token=False) if self.tp > 1 else None,
                 optional=True,
             ),
         ]
