@@ -12,7 +12,7 @@ from pathlib import Path
 
 import emulator
 import kernels
-from cuda_models import cuda_layout, cuda_spec, small_spec
+from cuda_models import cuda_layout, cuda_spec, muse_spec, small_spec
 from jobs import Built
 
 from mkpack import compile, platform
@@ -118,6 +118,22 @@ SMALL = {
         ),
         45,
         (9,),
+    ),
+    "Muse Spark: dense layers, narrow experts, norms after, gates": Small(
+        cuda_layout(
+            muse_spec(
+                hidden_size=320,
+                vocab_size=313,
+                qkv_bias=True,
+                o_bias=True,
+                dense_intermediate_size=200,
+                moe={"num_experts": 8, "top_k": 3, "intermediate_size": 192, "expert_bias": True},
+            ),
+            attention="fp8",
+            dense="fp8",
+        ),
+        45,
+        (5, 16),
     ),
     "3000 positions": Small(
         cuda_layout(small_spec(hidden_size=64, vocab_size=61, layers=1, num_key_value_heads=4)), 3000, context=3072

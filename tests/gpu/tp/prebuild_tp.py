@@ -34,6 +34,7 @@ MODELS = {
     "fp8, biases, windows": (2, 4),
     "Qwen3's shape, two layers": (2, 4, 8),
     "sigmoids, norms over all heads": (2, 4),
+    "Muse Spark: dense layers, narrow experts, norms after, gates": (2, 4),
 }
 BENCH = ROOT / "recipes" / "bench" / "qwen3-30b-a3b.yaml"
 
