@@ -207,12 +207,13 @@ __device__ __forceinline__ void decode_produce_experts(DecodeBlock b) {
 #pragma unroll 1
           for (int k = 0; k < kTopK; k += 2) {  // two experts' tiles a page
             out.open();
-            mbarrier_expect_bytes(out.barrier(), 2 * kDownTileBytes);
+            page_expects(out.barrier(), 2 * kDownTileBytes);
 #pragma unroll 1
             for (int i = 0; i < 2; i++)
-              bulk_copy(out.address() + i * kDownTileBytes,
+              page_copy(out.address() + i * kDownTileBytes,
                         w + id[k + i] * kExpertBytes + kPairBytes + b.sm * kDownTileBytes, kDownTileBytes,
                         out.barrier(), out.policy);
+            page_issued(out.barrier());
             out.ring.n++;
           }
         stamp_stream(b.p, b.step, b.layer, kStreamExperts, 1);

@@ -13,6 +13,7 @@
 namespace mk {
 
 __device__ __forceinline__ uint32_t smem_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
+__device__ __forceinline__ void* smem_pointer(uint32_t address) { return __cvta_shared_to_generic(address); }
 
 // ---- mbarriers -----------------------------------------------------------------------------------------------------
 __device__ __forceinline__ void mbarrier_init(uint32_t bar, uint32_t arrivals) {

@@ -161,14 +161,19 @@ struct ExpertStream {
     if (((out.ring.n - 1) & (kExpertWarps - 1)) != turn) return false;
     out.ring.n--;
     const bool open = out.open();
-    if (open) mbarrier_expect_bytes(out.barrier(), bytes), last = out.ring.n + 1;
+    if (open) page_expects(out.barrier(), bytes), last = out.ring.n + 1;
     out.ring.n++;
     return open;
   }
   // Into the page that next() opened.
   __device__ __forceinline__ void copy(uint32_t at, const uint8_t* src, uint32_t bytes) const {
     const Ring<kStepSlots> page = out.back(1);
-    bulk_copy(out.base + page.slot() * kSlotBytes + at, src, bytes, page.full + 8 * page.slot(), out.policy);
+    page_copy(out.base + page.slot() * kSlotBytes + at, src, bytes, page.full + 8 * page.slot(), out.policy);
+  }
+  // All copies into it are issued.
+  __device__ __forceinline__ void issued() const {
+    const Ring<kStepSlots> page = out.back(1);
+    page_issued(page.full + 8 * page.slot());
   }
   // A block must not end under a copy into its shared memory.
   __device__ __forceinline__ void drain() const {
@@ -196,6 +201,7 @@ struct ExpertStream {
         if (!next(second ? 4 * kTileBytes : 2 * kTileBytes)) continue;
         copy(0, tile, 2 * kTileBytes);
         if (second) copy(2 * kTileBytes, tile + stride, 2 * kTileBytes);
+        issued();
       }
     }
   }
@@ -208,9 +214,10 @@ struct ExpertStream {
 #pragma unroll 1
       for (int page = 0; page < tile_pages(kExpertHidden); page++) {
         const uint32_t bytes = tile_page_chunks(kExpertHidden, page) * kChunkBytes;
-        if (next(bytes))
-          copy(0, w + b.s.active[index] * kExpertBytes + (uint32_t)(unit * kPairTileBytes + page * kPageChunks * kChunkBytes),
-               bytes);
+        if (!next(bytes)) continue;
+        copy(0, w + b.s.active[index] * kExpertBytes + (uint32_t)(unit * kPairTileBytes + page * kPageChunks * kChunkBytes),
+             bytes);
+        issued();
       }
       if (++unit == kPairUnits) unit = 0, index++;
     }
@@ -230,6 +237,7 @@ struct ExpertStream {
 #pragma unroll
           for (int k = 0; k < kDownPack; k++)
             if (k < tiles) copy(k * bytes, tile + b.s.active[i + k] * kExpertBytes + page * kPageChunks * kChunkBytes, bytes);
+          issued();
         }
     }
   }

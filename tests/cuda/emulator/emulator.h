@@ -73,6 +73,7 @@ EMULATOR_API void give_way();  // for loops that poll
 EMULATOR_API void progress();  // memory that others may wait for has changed
 EMULATOR_API uint64_t nanoseconds();
 EMULATOR_API uint32_t shared_address(const void* p);
+EMULATOR_API void* shared_pointer(uint32_t address);
 EMULATOR_API void mbarrier_init(uint32_t bar, uint32_t arrivals);
 EMULATOR_API void mbarrier_arrive(uint32_t bar, uint32_t count);
 EMULATOR_API void mbarrier_expect(uint32_t bar, uint32_t bytes);

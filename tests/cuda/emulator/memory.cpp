@@ -94,6 +94,7 @@ uint32_t shared_address(const void* p) {
   if (std::abs(offset) >= kStaticRange) fail("%p is not in this block's shared memory", p);
   return kStaticBase + (uint32_t)offset;
 }
+void* shared_pointer(uint32_t address) { return shared_at(*machine.running->warp->block, address, 1, 1, "pointer"); }
 void mbarrier_init(uint32_t bar, uint32_t arrivals) {
   if (arrivals == 0 || arrivals > 32767) fail("an mbarrier for %u arrivals", arrivals);
   Mbarrier& m = *(Mbarrier*)shared_at(*machine.running->warp->block, bar, 8, 8, "mbarrier");
