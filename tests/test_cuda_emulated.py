@@ -7,6 +7,7 @@ import dataclasses
 import re
 
 import emulator
+import mistakes
 import numpy as np
 import plain_model
 import pytest
@@ -135,6 +136,32 @@ def test_a_forgotten_proxy_fence_is_found():
     assert re.search(
         r"comes without a proxy fence after the write by block \d, warp \d+, lane \d+: .*step_attention", report
     )
+
+
+@pytest.fixture(scope="module")
+def followed():
+    """A model's ordinary build, and that for racecheck: pages copied by stores that the tool sees."""
+    layout, grid = MODELS["smallest, routed as MiniMax-M2"]
+    built = emulator.Emulated.random(layout, LIMITS, grid)
+    return built, dataclasses.replace(built, header="#define MK_RACECHECK\n" + built.header)
+
+
+def test_the_build_for_racecheck_changes_no_bit(followed):
+    calls = ("run", [PROMPT], {"cuts": [3]}), ("truncate", [0], {}), ("generate", [PROMPT], {"max_new_tokens": 2})
+    first, second = followed[0].calls(*calls), followed[1].calls(*calls, races=True, seed=5)
+    assert first[0].tobytes() == second[0].tobytes()
+    assert first[2] == second[2] and first[2][1] == abi.OK
+
+
+@pytest.mark.parametrize("mistake", mistakes.MISTAKES)
+def test_a_mistake_in_the_build_for_racecheck_is_found(followed, mistake):
+    """By the emulated machine; tests/gpu/test_random.py asks it of racecheck."""
+    with mistakes.sources(mistake):
+        wrong = dataclasses.replace(followed[1], header=f"// {mistake}\n{followed[1].header}")
+        with pytest.raises(AssertionError) as caught:
+            wrong.calls(("generate", [PROMPT], {"max_new_tokens": 1}), races=True)
+    report = str(caught.value)
+    assert "emulator: race at byte" in report and "step_dense.cuh" in report
 
 
 def test_a_wait_that_ends_says_so(built):

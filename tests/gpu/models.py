@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import os
 import shutil
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import emulator
 import kernels
+import mistakes
 from cuda_models import cuda_layout, cuda_spec, muse_spec, small_spec
 from jobs import Built
 
@@ -29,13 +31,16 @@ WINDOWS = (LayerSpec(moe=True), LayerSpec(moe=True, sliding_window=7))
 
 @dataclass(frozen=True)
 class Small:
-    """One of them. grid: blocks; cuts: sizes of the first chunks of its prompt."""
+    """One of them. grid: blocks; cuts: sizes of the first chunks of its prompt; followed: compiled so that racecheck
+    can judge every access (MK_RACECHECK in csrc/cuda/ring.cuh); mistake: one of mistakes.MISTAKES in its sources."""
 
     layout: CudaLayout
     prompt: int
     cuts: tuple[int, ...] = (1,)
     context: int = 128
     grid: int = 132
+    followed: bool = False
+    mistake: str = ""
 
     @property
     def limits(self) -> Limits:
@@ -48,7 +53,8 @@ class Small:
         return dataclasses.replace(self, layout=layout)
 
     def header(self, grid: int | None = None) -> str:
-        return cuda_header(self.layout, self.limits, "sm_90a", grid=grid or self.grid)
+        header = cuda_header(self.layout, self.limits, "sm_90a", grid=grid or self.grid)
+        return f"#define MK_RACECHECK\n{header}" if self.followed else header
 
 
 SMALL = {
@@ -141,6 +147,9 @@ SMALL = {
     # For tools that slow a kernel down a hundredfold.
     "few blocks": Small(cuda_layout(small_spec(hidden_size=64, vocab_size=13, layers=WINDOWS)), 20, grid=4, context=64),
 }
+SMALL["few blocks, followed"] = dataclasses.replace(SMALL["few blocks"], followed=True)
+for _mistake in mistakes.MISTAKES:
+    SMALL[f"few blocks, {_mistake}"] = dataclasses.replace(SMALL["few blocks, followed"], mistake=_mistake)
 
 
 class Kernels:
@@ -153,8 +162,10 @@ class Kernels:
 
     def compile(self, models: Iterable[Small]) -> list[Path | Exception]:
         """Their .so files, compiled side by side; of one that does not compile the error."""
+        models = list(models)
         with ThreadPoolExecutor(platform.cores()) as pool:
-            return list(pool.map(self._one, models))
+            list(pool.map(self._one, [model for model in models if not model.mistake]))
+        return [self._one(model) for model in models]
 
     def get(self, model: Small) -> Path:
         """The .so file of one of them; raises what stands in the way."""
@@ -164,6 +175,10 @@ class Kernels:
         return found
 
     def _one(self, model: Small) -> Path | Exception:
+        with mistakes.sources(model.mistake):
+            return self._make(model)
+
+    def _make(self, model: Small) -> Path | Exception:
         header = model.header(min(model.grid, 4) if self.emulated else None)
         name = f"{'emulated' if self.emulated else 'sm_90a'}-{_digest(header)}"
         if name in self._failed:
@@ -175,6 +190,7 @@ class Kernels:
                 if self.emulated:
                     emulator.build_library(header, path.parent)
                 else:
+                    os.environ["NVCC_APPEND_FLAGS"] = "-lineinfo"  # checkers then name lines
                     made = compile.compile_kernels([Unit("unit", "sm_90a", header)], path.parent)
                     shutil.copyfile(made["unit"].path, path)
         except (UserError, InternalError, AssertionError) as e:

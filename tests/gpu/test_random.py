@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import re
-import shutil
-from pathlib import Path
-
 import jobs
 import pytest
+import sanitizer
+from mistakes import MISTAKES
 from models import SMALL
 
-NUMBERS = [name for name in SMALL if name != "few blocks"]
+NUMBERS = [name for name in SMALL if not name.startswith("few blocks")]
 TOLERANCE = 2e-2  # bf16 inputs of every product
-SANITIZER = ("/usr/local/cuda/bin/compute-sanitizer", "/usr/local/cuda/compute-sanitizer/compute-sanitizer")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -56,17 +53,29 @@ def test_chunkings_and_repetition(small, name, rehearsal, say):
     assert len(set(digests)) == 1
 
 
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
-def test_sanitizer(small, tool, rehearsal, say):
+def checked(built: jobs.Built, tool: str, rehearsal: bool) -> tuple[object, sanitizer.Report]:
+    """What a small run returned under one of compute-sanitizer's tools, and the report."""
     if rehearsal:
         pytest.skip("needs a GPU; the emulated machine looks for races and stray accesses in `make test`")
-    found = next(filter(Path.exists, map(Path, SANITIZER)), None) or shutil.which("compute-sanitizer")
-    if found is None:
+    program = sanitizer.find()
+    if program is None:
         pytest.skip("compute-sanitizer is not here; it comes with the CUDA toolkit")
-    built, _ = small("few blocks")
-    before = [found, "--tool", tool, "--print-limit", "8", "--target-processes", "all"]
-    result, output = jobs.run("small_run", built, prompt_of("few blocks", False), 3, limit=100, before=before)
-    summaries = re.findall(r"=+ ((?:ERROR|RACECHECK) SUMMARY: .*)", output)
-    say("; ".join(summaries) or "no summary")
+    before = [program, "--tool", tool, "--print-limit", "1000", "--target-processes", "all"]
+    result, output = jobs.run("small_run", built, prompt_of("few blocks", False), 3, limit=150, before=before)
+    return result, sanitizer.parse(output)
+
+
+@pytest.mark.parametrize("tool, name", [("memcheck", "few blocks"), ("racecheck", "few blocks, followed")])
+def test_sanitizer(small, tool, name, rehearsal, say):
+    result, report = checked(small(name)[0], tool, rehearsal)
+    say("; ".join(report.summaries) or "no summary")
     assert result == (True, 0, 0)
-    assert summaries and all(re.search(r": 0 (errors|hazards)", line) for line in summaries), output[-4000:]
+    assert report.clean, report.render()
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_racecheck_finds_a_mistake(small, mistake, rehearsal, say):
+    """Else it would mean nothing that it finds none."""
+    _, report = checked(small(f"few blocks, {mistake}")[0], "racecheck", rehearsal)
+    say("; ".join(report.summaries) or "no summary")
+    assert any("step_dense.cuh" in race.first + race.second for race in report.races), report.render()
