@@ -53,21 +53,21 @@ def test_chunkings_and_repetition(small, name, rehearsal, say):
     assert len(set(digests)) == 1
 
 
-def checked(built: jobs.Built, tool: str, rehearsal: bool) -> tuple[object, sanitizer.Report]:
-    """What a small run returned under one of compute-sanitizer's tools, and the report."""
+def checked(small, name: str, tool: str, rehearsal: bool) -> tuple[object, sanitizer.Report]:
+    """What a small run of a model returned under one of compute-sanitizer's tools, and the report."""
     if rehearsal:
         pytest.skip("needs a GPU; the emulated machine looks for races and stray accesses in `make test`")
     program = sanitizer.find()
     if program is None:
         pytest.skip("compute-sanitizer is not here; it comes with the CUDA toolkit")
     before = [program, "--tool", tool, "--print-limit", "1000", "--target-processes", "all"]
-    result, output = jobs.run("small_run", built, prompt_of("few blocks", False), 3, limit=150, before=before)
+    result, output = jobs.run("small_run", small(name)[0], prompt_of("few blocks", False), 3, limit=150, before=before)
     return result, sanitizer.parse(output)
 
 
 @pytest.mark.parametrize("tool, name", [("memcheck", "few blocks"), ("racecheck", "few blocks, followed")])
 def test_sanitizer(small, tool, name, rehearsal, say):
-    result, report = checked(small(name)[0], tool, rehearsal)
+    result, report = checked(small, name, tool, rehearsal)
     say("; ".join(report.summaries) or "no summary")
     assert result == (True, 0, 0)
     assert report.clean, report.render()
@@ -76,6 +76,6 @@ def test_sanitizer(small, tool, name, rehearsal, say):
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_racecheck_finds_a_mistake(small, mistake, rehearsal, say):
     """Else it would mean nothing that it finds none."""
-    _, report = checked(small(f"few blocks, {mistake}")[0], "racecheck", rehearsal)
+    _, report = checked(small, f"few blocks, {mistake}", "racecheck", rehearsal)
     say("; ".join(report.summaries) or "no summary")
     assert any("step_dense.cuh" in race.first + race.second for race in report.races), report.render()
