@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from mkpack import platform, schedule
 from mkpack.errors import UserError
 from mkpack.generation import spread
-from mkpack.loader import load
+from mkpack.loader import load, rank_alone
 from mkpack.model import Model
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def run(
     prompt_tokens: int | None = None,
     new_tokens: int | None = None,
     rank_of: int | None = None,
-    rank: int = 0,
+    rank: int | None = None,
 ) -> BenchResult | GpuResult | RankResult:
     """Measures an artifact. target, threads, ranks, rank_of, rank: as load() takes them. contexts: positions in the
     cache when decoding starts. prompt_tokens, new_tokens: of the generation that is timed on a GPU; a CPU target and a
@@ -114,7 +114,7 @@ def run(
 
             if prompt_tokens or new_tokens:
                 raise UserError("--prompt-tokens and --new-tokens: a rank by itself generates nothing of meaning")
-            return bench_rank.run(model, str(path), load_s, rank, contexts)
+            return bench_rank.run(model, str(path), load_s, rank_alone(model.manifest, rank), contexts)
         if model.manifest.kernels[model.target].layout == "cuda":
             from mkpack import bench_gpu
 

@@ -134,7 +134,7 @@ def run(model: Model, artifact: str, load_s: float, rank: int, contexts: Sequenc
         rank=rank,
         rank_of=manifest.tp,
         sms=GRID[model.target] // per_device_of(manifest),
-        rank_gb=manifest.weights_in("cuda")[rank].nbytes / 1e9,
+        rank_gb=manifest.weights_in("cuda")[0].nbytes / 1e9,  # every rank has as many
         random_weights=manifest.source.kind == "dummy",
         bandwidth_gb_s=bandwidth / 1e9,
         load_s=load_s,

@@ -62,15 +62,17 @@ def build(
     trace: bool = False,
     strict: bool = False,
     like: Manifest | None = None,
+    rank: int | None = None,
     console: Console | None = None,
 ) -> Path:
     """Builds a recipe's artifact and returns its path; an up-to-date one is left as it is unless `force`.
 
-    output: file, or folder to hold NAME.mkpack (default: here); text that ends in a slash means a folder. What lies
-    there is replaced only when it is an artifact. trace: kernels of GPUs keep times for `mkpack trace`, which makes
-    them slower. strict: UserError when calibration leaves experts with few tokens. like: of an artifact to make again:
-    a hub source at its commit, its targets whatever this machine is, and whether they trace. UserError for everything
-    the user can mend.
+    output: file, or folder to hold NAME.mkpack, of one rank NAME-rank-R-of-N.mkpack (default: here); text that ends in
+    a slash means a folder. What lies there is replaced only when it is an artifact. trace: kernels of GPUs keep times
+    for `mkpack trace`, which makes them slower. strict: UserError when calibration leaves experts with few tokens.
+    like: of an artifact to make again: a hub source at its commit, its targets whatever this machine is, its one rank,
+    and whether they trace. rank: only this rank's weights, for the GPU targets and for `mkpack bench --rank-of`.
+    UserError for everything the user can mend.
     """
     start = time.monotonic()
 
@@ -83,8 +85,8 @@ def build(
     if compiler is None:
         raise UserError(platform.no_compiler())
     _check_libraries(recipe_path)
-    path = _output(recipe_path, output)
-    todo = plan(recipe_path, weights=True, progress=console is not None, like=like)
+    path = _output(recipe_path, output, rank)
+    todo = plan(recipe_path, weights=True, progress=console is not None, like=like, rank=rank)
     checkpoint = todo.checkpoint
     assert checkpoint is not None
     trace = trace or (like is not None and any(kernel.traced for kernel in like.kernels.values()))
@@ -166,8 +168,10 @@ def _header(todo: Plan, limits: Limits, target: str, trace: bool) -> str:
     return cuda_header(layout, limits, target, trace)
 
 
-def _output(recipe_path: Path, output: Path | str | None) -> Path:
-    name = load_recipe(recipe_path).name
+def _output(recipe_path: Path, output: Path | str | None, rank: int | None) -> Path:
+    recipe = load_recipe(recipe_path)
+    # A whole artifact of this recipe keeps its place.
+    name = recipe.name if rank is None else f"{recipe.name}-rank-{rank}-of-{recipe.parallel.tp}"
     path = Path.cwd() if output is None else Path(output)
     if isinstance(output, str) and output.endswith("/") and not path.is_dir():
         raise UserError(f"cannot write into {output}: no such folder; make it first, or name a file without the slash")
@@ -265,6 +269,7 @@ def _build_key(todo: Plan, digests: dict[str, str], producer: Producer, trace: b
         "quality": todo.quality.tokens if todo.quality else None,
         "calibration": todo.calibration,
         "trace": trace,
+        "rank": todo.rank,
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
@@ -378,7 +383,7 @@ def _publish(
             weights=[
                 WeightsEntry(layout=name, rank=r, path=f"weights/{p.name}", nbytes=todo.layouts[name].nbytes)
                 for name, paths in blobs.items()
-                for r, p in enumerate(paths)
+                for r, p in zip(todo.ranks, paths, strict=True)
             ],
             sections={name: layout.sections for name, layout in todo.layouts.items()},
             tokenizer_files=sorted(tokenizer),

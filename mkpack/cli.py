@@ -118,19 +118,32 @@ def build(
     strict: Annotated[
         bool, typer.Option("--strict", help="Refuse when calibration leaves experts with few tokens.")
     ] = False,
+    rank: Annotated[
+        int | None,
+        typer.Option(
+            metavar="R", min=0, help="Only rank R's weights, for GPU targets and mkpack bench --rank-of. [default: all]"
+        ),
+    ] = None,
     json: AsJson = False,
 ) -> None:
     """Build the artifact a recipe describes."""
     if dry_run:
         from mkpack import plan as planner
 
-        plan = planner.plan(recipe)
+        plan = planner.plan(recipe, rank=rank)
         typer.echo(plan.to_json() if json else plan.render())
         return
     from mkpack import build as builder
 
     path = builder.build(
-        recipe, output=output, force=force, keep_work=keep_work, trace=trace, strict=strict, console=_console()
+        recipe,
+        output=output,
+        force=force,
+        keep_work=keep_work,
+        trace=trace,
+        strict=strict,
+        rank=rank,
+        console=_console(),
     )
     typer.echo(_dumps({"artifact": str(path), "bytes": path.stat().st_size}) if json else f"{path}")
 
@@ -306,14 +319,19 @@ def bench(
     rank_of: Annotated[
         int | None, typer.Option(metavar="N", help="GPU: one of the artifact's N ranks alone, its peers looped back.")
     ] = None,
-    rank: Annotated[int, typer.Option(metavar="R", help="Which of them; the others' weights need not be there.")] = 0,
+    rank: Annotated[
+        int | None,
+        typer.Option(
+            metavar="R", help="Which; the others' weights need not be there. [default: 0, or the only one it holds]"
+        ),
+    ] = None,
     json: AsJson = False,
 ) -> None:
     """Measure speed beside the bound of this machine's memory."""
     from mkpack import bench as benchmark
     from mkpack.repo import located
 
-    if rank and rank_of is None:
+    if rank is not None and rank_of is None:
         raise UserError(f"--rank {rank}: expected --rank-of N with it, the number of the artifact's ranks")
     result = benchmark.run(
         located(artifact),

@@ -84,7 +84,7 @@ def _lines(m: Manifest, tensors: bool) -> Iterator[str]:
     yield from _table(
         (target, kernel.path, kernel.compiler, _requires(kernel.requires)) for target, kernel in m.kernels.items()
     )
-    yield from ("", "weights:")
+    yield from ("", "weights:" if m.one_rank is None else f"weights ({m.holds}):")
     yield from _table((f"{w.layout}, rank {w.rank} of {m.tp}", w.path, size(w.nbytes)) for w in m.weights)
     for layout, sizes in bytes_by_kind(m).items():
         yield from ("", f"bytes of a rank's {layout} weights by kind:")

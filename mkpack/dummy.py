@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 # Values that one random stream makes: enough to hide the cost of its seed, few enough to share a tensor among CPUs. It
 # decides which stream a value comes from, so another number gives other weights.
 CHUNK = 1 << 18
+EVERY = slice(None)
 ALONE = 16 * CHUNK  # values up to which a tensor is one CPU's work: a build draws several tensors at a time
 
 
@@ -100,36 +101,44 @@ class Dummy:
         else knows what to expect of it, so neither argument has an effect."""
         return {"config.json": self.sha256}
 
-    def draw(self, role: TensorRole, fmt: Format) -> QTensor:
-        """One tensor in a storage format: values of the format, with the mean and deviation of the tensor's kind."""
-        if fmt in ("bf16", "f32"):
-            bits = self.read_bits(role.source, role.part)
-            return QTensor(fmt, role.shape, bits if fmt == "bf16" else bf16_to_f32(bits))
-        (rows, cols), (_, std) = role.shape, self.distributions[role.source]
+    def draw(self, role: TensorRole, fmt: Format, rows: slice = EVERY) -> QTensor:
+        """One tensor in a storage format: values of the format, with the mean and deviation of the tensor's kind.
+
+        rows: those that are wanted. The others cost neither time nor memory, and mean nothing.
+        """
+        if fmt == "f32":  # vectors, and routers, which every rank has whole
+            return QTensor(fmt, role.shape, bf16_to_f32(self.read_bits(role.source, role.part)))
+        if fmt == "bf16":
+            return QTensor(fmt, role.shape, self.read_bits(role.source, role.part, rows))
+        (count, cols), (_, std) = role.shape, self.distributions[role.source]
         stream = f"{_stream_name(role.source, role.part)} {fmt}"
         if fmt == "fp8":
             codes, unit = _fp8_table()
-            data = self._values(stream, rows * cols, codes).reshape(rows, cols)
-            return QTensor("fp8", role.shape, data, None, np.full(rows, std * unit, np.float32))
+            data = self._values(stream, role.shape, codes, rows)
+            return QTensor("fp8", role.shape, data, None, np.full(count, std * unit, np.float32))
         pairs, scales, unit = _nvfp4_tables()
         blocks = -(-cols // BLOCK)
-        data = self._values(stream, rows * blocks * BLOCK // 2, pairs).reshape(rows, -1)
-        data[:, (cols + 1) // 2 :] = 0
+        data = self._values(stream, (count, blocks * BLOCK // 2), pairs, rows)
+        data[rows, (cols + 1) // 2 :] = 0
         if cols % 2:
-            data[:, cols // 2] &= 15
-        scale = self._values(f"{stream} scales", rows * blocks, scales).reshape(rows, blocks)
+            data[rows, cols // 2] &= 15
+        scale = self._values(f"{stream} scales", (count, blocks), scales, rows)
         return QTensor("nvfp4", role.shape, data, scale, np.array([std * unit], np.float32))
 
-    def read_bits(self, name: str, part: SourcePart | None = None) -> np.ndarray:
-        """The bfloat16 bits of one tensor, or of a part of it, which has a stream of its own: uint16, of its shape."""
+    def read_bits(self, name: str, part: SourcePart | None = None, rows: slice = EVERY) -> np.ndarray:
+        """The bfloat16 bits of one tensor, or of a part of it, which has a stream of its own: uint16, of its shape.
+        rows: as draw() takes them."""
         shape = part.shape if part else self.tensors[name].shape
-        table = _table(*self.distributions[name])
-        return self._values(_stream_name(name, part), math.prod(shape), table).reshape(shape)
+        return self._values(_stream_name(name, part), shape, _table(*self.distributions[name]), rows)
 
-    def _values(self, stream_name: str, count: int, table: np.ndarray) -> np.ndarray:
-        """`count` entries of a table of 65536, each chosen by 16 random bits."""
+    def _values(self, stream_name: str, shape: tuple[int, ...], table: np.ndarray, rows: slice) -> np.ndarray:
+        """Entries of a table of 65536, each chosen by 16 random bits, in an array of which only `rows` are filled, and
+        what lies with them in a chunk: untouched memory is none."""
         key = int.from_bytes(hashlib.sha256(f"{self.seed} {stream_name}".encode()).digest(), "little")
-        values = np.empty(count, table.dtype)
+        values = np.empty(math.prod(shape), table.dtype)
+        width = math.prod(shape[1:])
+        first, last = (row * width for row in rows.indices(shape[0])[:2])
+        starts = range(first // CHUNK * CHUNK, last, CHUNK)
 
         def fill(start: int) -> None:
             part = values[start : start + CHUNK]
@@ -138,8 +147,8 @@ class Dummy:
             # No index is out of range; "clip" only spares the check and the wide copy of the indices it would need.
             np.take(table, index, out=part, mode="clip")
 
-        deque((map if count <= ALONE else _pool().map)(fill, range(0, count, CHUNK)), maxlen=0)
-        return values
+        deque((map if last - first <= ALONE else _pool().map)(fill, starts), maxlen=0)
+        return values.reshape(shape)
 
 
 def _stream_name(name: str, part: SourcePart | None) -> str:

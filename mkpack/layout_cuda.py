@@ -363,6 +363,10 @@ class CudaLayout:
         n = share.get(part)
         return slice(None) if n is None else slice(rank * n, (rank + 1) * n)
 
+    def held(self, tensor: str, rank: int) -> slice:
+        """Rows of a canonical tensor that a rank's blob is made of: those of "embed" all, since it is whole there."""
+        return slice(None) if tensor == "embed" else self.rows(tensor, rank)
+
     def _homes(self, tensor: str) -> tuple[str, ...]:
         """Sections that hold bytes of a tensor. A tied head is stored twice: as rows to look up and as pages."""
         part = tensor.rpartition(".")[2]

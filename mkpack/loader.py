@@ -40,7 +40,7 @@ def load(
     rebuild_kernel: bool = False,
     ranks: bool = False,
     rank_of: int | None = None,
-    rank: int = 0,
+    rank: int | None = None,
 ) -> Model:
     """Loads an artifact for this machine: a file, an unpacked folder, or hf://org/name@revision, which is pulled first.
 
@@ -51,8 +51,9 @@ def load(
     Everything else is always checked. wait_limit: seconds a step may wait before it is given up. ranks: of an artifact
     for several, on a CPU: each rank is a group of threads (at least one) with its own blob and memory, and they
     exchange what they compute; by default all threads work on all ranks' parts in memory that they share. rank_of: of
-    an artifact for so many ranks, on a GPU: only `rank` is loaded and checked, its peers are looped back, and what it
-    computes means nothing (`mkpack bench --rank-of`); the other ranks' weights need not be there.
+    an artifact for so many ranks, on a GPU: only `rank` (by default the one it holds alone, else 0) is loaded and
+    checked, its peers are looped back, and what it computes means nothing (`mkpack bench --rank-of`); the other ranks'
+    weights need not be there.
 
     A kernel that was not built here runs when its artifact is signed by somebody in the trust list, or when its SHA-256
     is `trust_kernel`, which is remembered (trust.py). rebuild_kernel: do not use it, compile it here instead, which
@@ -71,18 +72,23 @@ def load(
                 gate.require(found.open(), found.target, trust_kernel)
 
         # Every byte is checked by the pull.
-        only = None if rank_of is None else [rank]
+        only = None if rank_of is None else [rank or 0]
         artifact, verify = pull(text, target=target, ranks=only, verify=verify, before=ask).open(), False
     else:
         artifact = open_artifact(text, found)
     try:
-        alone = None if rank_of is None else (rank, rank_of)
+        alone = None if rank_of is None else (rank_alone(artifact.manifest, rank), rank_of)
         return _load(
             artifact, found, threads, context, verify, wait_limit, target, trust_kernel, rebuild_kernel, ranks, alone
         )
     except BaseException:
         artifact.close()
         raise
+
+
+def rank_alone(manifest: Manifest, rank: int | None) -> int:
+    """The rank that is loaded by itself: the wanted one, or the one that the artifact holds alone, or the first."""
+    return rank if rank is not None else manifest.one_rank or 0
 
 
 def _load(
@@ -106,6 +112,8 @@ def _load(
         found += _alone_refusals(manifest, target, ranks, *alone)
         others = {entry.path for entry in manifest.weights if entry.rank != alone[0]}
         found[:] = [problem for problem in found if problem.split(": ")[0] not in others]
+    elif target is not None and manifest.kernels[target].layout == "cuda" and manifest.one_rank is not None:
+        found.append(manifest.holds)
     if ranks and target is not None:
         found += _ranks_refusals(manifest, target, rebuild_kernel)
     limit = manifest.limits.context
@@ -187,6 +195,8 @@ def _alone_refusals(manifest: Manifest, target: str, ranks: bool, rank: int, ran
         found.append(f"rank_of {rank_of}: expected {has}; parallel.tp of its recipe says how many")
     if not 0 <= rank < manifest.tp:
         found.append(f"rank {rank}: expected 0 to {manifest.tp - 1}, the ranks it has")
+    elif manifest.one_rank not in (None, rank):
+        found.append(f"rank {rank}: {manifest.holds}")
     if ranks:
         found.append("ranks and rank_of contradict each other; give one of them")
     return found

@@ -219,9 +219,11 @@ class Manifest(_Frozen):
         if not found and not users and layout not in self.sections:
             return
         ranks = [w.rank for w in found]
-        if len(ranks) != self.tp or ranks != list(range(len(ranks))):
+        alone = layout == "cuda" and self.one_rank is not None and ranks[0] < self.tp
+        if not alone and (len(ranks) != self.tp or ranks != list(range(len(ranks)))):
             needed = f" ({', '.join(users)} read them)" if users else ""
-            yield f"{layout} weights: expected ranks 0 to {self.tp - 1} in order{needed}, found {shown(ranks)}"
+            or_one = ", or one of them" if layout == "cuda" and self.tp > 1 else ""
+            yield f"{layout} weights: expected ranks 0 to {self.tp - 1} in order{or_one}{needed}, found {shown(ranks)}"
         if len({w.nbytes for w in found}) > 1:  # a kernel is told one size, and reads that much of every blob
             yield f"{layout} weights: every rank has as many bytes, found {shown([w.nbytes for w in found])}"
         if layout not in self.sections:
@@ -235,6 +237,17 @@ class Manifest(_Frozen):
                     f"({blob} bytes)"
                 )
             end = s.offset + s.nbytes
+
+    @property
+    def one_rank(self) -> int | None:
+        """The rank whose GPU weights alone the artifact holds (`mkpack build --rank`); None when it holds them all."""
+        found = self.weights_in("cuda")
+        return found[0].rank if self.tp > 1 and len(found) == 1 else None
+
+    @property
+    def holds(self) -> str:
+        """What to say where other ranks than `one_rank` would be needed."""
+        return f"this artifact holds rank {self.one_rank} of {self.tp} alone, for mkpack bench --rank-of {self.tp}"
 
     def weights_in(self, layout: LayoutName) -> list[WeightsEntry]:
         """The blobs of one layout, rank 0 first; empty when the artifact has no kernel that reads it."""

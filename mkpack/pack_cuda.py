@@ -179,19 +179,26 @@ def _halves(q: QTensor) -> tuple[QTensor, QTensor]:
 class CudaBlobWriter:
     """Writes the blob of every rank in one pass over the tensors, in any order; the counterpart of pack.BlobWriter.
 
-    paths: of the blobs, rank 0 first. `put` may be called by several threads at once; most of its time numpy and the
-    system work without the interpreter's lock. An expert's gate and up share tiles, so the first of the two waits in
-    memory for the other; a `with` block that ends without an error has seen both. resume: what an earlier writer wrote
-    stays.
+    paths: of the blobs, rank 0 first. ranks: whose they are, where they are not all. `put` may be called by several
+    threads at once; most of its time numpy and the system work without the interpreter's lock. An expert's gate and up
+    share tiles, so the first of the two waits in memory for the other; a `with` block that ends without an error has
+    seen both. resume: what an earlier writer wrote stays.
     """
 
-    def __init__(self, layout: CudaLayout, paths: Path | Sequence[Path], resume: bool = False) -> None:
+    def __init__(
+        self,
+        layout: CudaLayout,
+        paths: Path | Sequence[Path],
+        resume: bool = False,
+        ranks: Sequence[int] | None = None,
+    ) -> None:
         self.layout = layout
+        self._ranks = range(layout.tp) if ranks is None else ranks
         self._waiting: dict[str, QTensor] = {}
         self._lock = threading.Lock()  # of _waiting
         found = [paths] if isinstance(paths, Path) else list(paths)
-        if len(found) != layout.tp:
-            raise ValueError(f"{layout.tp} ranks, {len(found)} blobs")
+        if len(found) != len(self._ranks):
+            raise ValueError(f"{len(self._ranks)} ranks, {len(found)} blobs")
         self._files = [BlobFile(path, layout.nbytes, resume) for path in found]
 
     @property
@@ -204,7 +211,7 @@ class CudaBlobWriter:
         may have two formats). Returns a seal of every rank, of what was written there: of gate and up the second has
         the bytes of both. Raises KeyError for a tensor that the layout does not hold."""
         pair = self._pair(tensor, q)
-        ranks = [_RankWriter(self.layout, file, rank) for rank, file in enumerate(self._files)]
+        ranks = [_RankWriter(self.layout, file, rank) for rank, file in zip(self._ranks, self._files, strict=True)]
         for rank in ranks:
             rank.put(tensor, q, fmt, pair)
         return [rank.seal for rank in ranks]

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 T = TypeVar("T")
-Blobs = dict[LayoutName, list[Path]]  # rank 0 first
+Blobs = dict[LayoutName, list[Path]]  # of the plan's ranks, in order
 Writer = BlobWriter | CudaBlobWriter
 
 PLAIN: Any = {"highlight": False, "markup": False, "soft_wrap": True}  # for text that is no markup
@@ -57,7 +57,7 @@ def pack(
     section of CPUs' layout, that are no tensors of the source. kernels: what compiles meanwhile; when that fails, so
     does this, without the rest of the work.
     """
-    paths: Blobs = {name: [work / f"{name}-{r}.bin" for r in range(x.tp)] for name, x in todo.layouts.items()}
+    paths: Blobs = {name: [work / f"{name}-{r}.bin" for r in todo.ranks] for name in todo.layouts}
     with contextlib.ExitStack() as stack:
         journal = Journal(work, key)
         stack.callback(journal.close)
@@ -67,7 +67,7 @@ def pack(
             if isinstance(layout, Layout):
                 writers.append(stack.enter_context(BlobWriter(layout, paths[name], resume)))
             else:
-                writers.append(stack.enter_context(CudaBlobWriter(layout, paths[name], resume)))
+                writers.append(stack.enter_context(CudaBlobWriter(layout, paths[name], resume, todo.ranks)))
         if todo.quality:
             writers.append(stack.enter_context(BlobWriter(todo.quality.reference, [work / f"{REFERENCE}.bin"], resume)))
         for writer in writers[: len(todo.layouts)]:
@@ -150,7 +150,7 @@ def _draw(
 ) -> dict[str, quantize.ErrorStats]:
     for role in group:
         for fmt in todo.formats(role):
-            _put(writers, seals, role.name, dummy.draw(role, fmt), fmt)
+            _put(writers, seals, role.name, dummy.draw(role, fmt, todo.drawn_rows(role)), fmt)
     return {}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -19,7 +19,7 @@ from mkpack.manifest import LayoutName
 from mkpack.models import model_spec
 from mkpack.recipe import Recipe, load_recipe, place
 from mkpack.spec import Format, ModelSpec, Precision, PrecisionKey, TensorRole, tensors
-from mkpack.targets import checked_targets, layout_name, runs_here
+from mkpack.targets import checked_targets, for_one_rank, layout_name, runs_here
 from mkpack.text_tokens import LEGAL, calibration_tokens, quality_tokens, tokenizer, tokenizer_files
 
 if TYPE_CHECKING:
@@ -62,6 +62,7 @@ class Plan:
     sha256: dict[str, str]  # digests that the hub keeps of source files
     quality: QualityPlan | None
     calibration: tuple[tuple[int, ...], ...] | None  # token ids of the sequences that activations are recorded on
+    rank: int | None = None  # the one whose weights alone are wanted, for GPUs; None: all
 
     @property
     def source(self) -> str:
@@ -71,9 +72,14 @@ class Plan:
         return f"{source.repo}@{self.commit}" if source.repo else str(source.folder)
 
     @property
+    def ranks(self) -> Sequence[int]:
+        """Those whose weights the artifact gets."""
+        return range(self.layout.tp) if self.rank is None else (self.rank,)
+
+    @property
     def artifact_bytes(self) -> int:
         """Weights of every layout and rank; kernels, tokenizer and manifest add a few MB."""
-        return sum(layout.nbytes * layout.tp for layout in self.layouts.values())
+        return sum(layout.nbytes * len(self.ranks) for layout in self.layouts.values())
 
     @property
     def disk_bytes(self) -> int:
@@ -145,22 +151,35 @@ class Plan:
             peak = max(peak, imports + self.group_bytes(group))
         return peak + platform.cores() * THREAD_BYTES
 
+    def drawn_rows(self, role: TensorRole) -> slice:
+        """Rows of a tensor of random weights that are drawn: of one rank's those that it has."""
+        layout = self.layouts.get("cuda")
+        if self.rank is None or not isinstance(layout, CudaLayout):
+            return slice(None)
+        return layout.held(role.name, self.rank)
+
+    def _share(self, role: TensorRole) -> float:
+        """Part of a tensor that is read: of random weights that of drawn_rows(), of all others the whole."""
+        if not self.recipe.source.dummy:
+            return 1.0
+        return len(range(role.shape[0])[self.drawn_rows(role)]) / role.shape[0]
+
     def source_bytes(self, group: list[TensorRole]) -> int:
         """What tensors take in the source, in the formats they have there."""
         info = self.checkpoint.tensors if self.checkpoint else {}
-        return round(sum(prequantised.read_bytes(role, (), info) for role in group))
+        return round(sum(prequantised.read_bytes(role, (), info) * self._share(role) for role in group))
 
     def group_bytes(self, group: list[TensorRole]) -> int:
         """Memory that tensors take while they are read, quantised and packed together: as they are read, and of one its
         stored forms. Packing takes a slab at a time, but of an expert for GPUs the whole of gate and up."""
         info = self.checkpoint.tensors if self.checkpoint else {}
-        read = sum(prequantised.read_bytes(r, self.formats(r), info) for r in group)
+        read = sum(prequantised.read_bytes(r, self.formats(r), info) * self._share(r) for r in group)
         wide = {"f32": 4.0, "bf16": 2.0, "fp8": 1.0, "nvfp4": 0.5625}
         copies = 8 if "cuda" in self.layouts and group[0].precision == "experts" else 1
         # What is stored as it is read needs no copy.
         plain = {"BF16": "bf16", "F32": "f32"}
         dtypes = {plain.get(info[r.source].dtype) for r in group if r.source in info}
-        sizes = [_elements(r) * wide[fmt] for r in group for fmt in self.formats(r) if {fmt} != dtypes]
+        sizes = [_elements(r) * self._share(r) * wide[fmt] for r in group for fmt in self.formats(r) if {fmt} != dtypes]
         reference = max(map(_elements, group)) * 2 if self.quality and dtypes != {"bf16"} else 0
         return round(read + max(sizes, default=0) * copies + reference)
 
@@ -174,6 +193,13 @@ class Plan:
         """What to tell of the targets: which have never run; and of the source: that it has no tokenizer, what becomes
         of matrices it holds quantised, and where its metadata and its tensors disagree."""
         lines = [] if (note := self.tokenizer_note()) is None else [note]
+        if self.rank is not None:
+            tp = self.layout.tp
+            lines.append(f"rank {self.rank} of {tp} alone: made for mkpack bench --rank-of {tp}, it cannot run")
+            if left_out := [t for t in self.recipe.targets if t not in self.targets]:
+                lines.append(f"left out, for one rank is for GPUs: the targets {', '.join(left_out)}")
+            if self.recipe.quality:
+                lines.append("left out, for one rank is for GPUs: quality")
         lines += [f"{t}: compiles, and has not run on any GPU yet" for t in self.targets if t in UNTRIED]
         if isinstance(self.checkpoint, Checkpoint):
             wanted = ((role, fmt) for role in self.roles for fmt in self.formats(role))
@@ -194,7 +220,7 @@ class Plan:
         return {n: p for n, p in self.files.items() if n.upper().startswith(LEGAL)}
 
     def bytes_by_format(self) -> dict[str, int]:
-        """Bytes of all layouts and ranks, scales with their matrices."""
+        """Bytes of all layouts and of the ranks that are built, scales with their matrices."""
         sizes: dict[str, int] = {}
         for layout in self.layouts.values():
             formats = {s.name: s.format if s.cols > 1 else "norms, biases" for s in layout.sections}
@@ -202,15 +228,15 @@ class Plan:
                 # Scales are layers.0.o.scale for CPUs, and for GPUs dense_scales of dense, expert_scales of experts.
                 matrix = section.name.removesuffix(".scale").removesuffix("_scales")
                 fmt = formats.get(matrix) or formats[matrix + "s"]
-                sizes[fmt] = sizes.get(fmt, 0) + section.nbytes * layout.tp
+                sizes[fmt] = sizes.get(fmt, 0) + section.nbytes * len(self.ranks)
         return sizes
 
     def bytes_per_token(self, tokens: int = 1) -> float:
-        """Bytes that a step of so many tokens reads, of a CPU's blob where there is one."""
+        """Bytes that a step of so many tokens reads of the ranks that are built, of CPUs' blobs where there are any."""
         for_gpus = self.layouts.get("cuda")
         if "cpu" in self.layouts or not isinstance(for_gpus, CudaLayout):
             return schedule.bytes_per_step(self.spec, self.layout.sections, self.layout.tp, tokens)
-        return schedule.step_bytes(self.spec, schedule.cuda_phases(for_gpus), tokens) * for_gpus.tp
+        return schedule.step_bytes(self.spec, schedule.cuda_phases(for_gpus), tokens) * len(self.ranks)
 
     def to_json(self) -> str:
         return json.dumps(
@@ -224,6 +250,7 @@ class Plan:
                 "parameters": sum(map(_elements, self.roles)),
                 "precision": self.layout.precision,
                 "tp": self.layout.tp,
+                "rank": self.rank,
                 "targets": list(self.targets),
                 "bytes_by_format": self.bytes_by_format(),
                 "artifact_bytes": self.artifact_bytes,
@@ -248,7 +275,7 @@ class Plan:
             "model": f"{spec.family}, {len(spec.layers)} layers, hidden {spec.hidden_size}{experts}",
             "tensors": f"{len(self.roles)}, {sum(map(_elements, self.roles)) / 1e6:,.1f} M parameters",
             "precision": ", ".join(f"{k} {v}" for k, v in self.layout.precision.items()),
-            "ranks": f"{self.layout.tp}, each "
+            "ranks": (f"{self.layout.tp}, each " if self.rank is None else f"{self.rank} of {self.layout.tp}, ")
             + " and ".join(f"{x.nbytes / 1e6:,.1f} MB for {_HARDWARE[name]}" for name, x in self.layouts.items()),
             "targets": ", ".join(self.targets),
             "weights": ", ".join(f"{k} {v / 1e6:,.1f} MB" for k, v in self.bytes_by_format().items()),
@@ -280,14 +307,25 @@ def groups(roles: list[TensorRole]) -> Iterator[list[TensorRole]]:
         yield list(group)
 
 
-def plan(recipe_path: Path, weights: bool = False, progress: bool = True, like: Manifest | None = None) -> Plan:
+def plan(
+    recipe_path: Path,
+    weights: bool = False,
+    progress: bool = True,
+    like: Manifest | None = None,
+    rank: int | None = None,
+) -> Plan:
     """Reads the recipe and the checkpoint's metadata. weights: download a hub source whole (a build needs that), once
-    everything that can be checked without is. like: an artifact whose commit and targets are to be had again.
+    everything that can be checked without is. like: an artifact whose commit, targets and ranks are to be had again.
+    rank: the one whose weights alone are wanted, for the GPU targets alone.
 
     Raises UserError for everything in recipe, config or checkpoint that would stop the build, InternalError for a
     schedule that does not hold.
     """
-    recipe = load_recipe(recipe_path)
+    written = recipe = load_recipe(recipe_path)
+    if like:
+        rank = like.one_rank
+    if rank is not None:
+        recipe = for_one_rank(recipe, recipe_path, rank)
     found = None
     checkpoint: Checkpoint | Dummy | None = None
     if recipe.source.folder:
@@ -347,8 +385,8 @@ def plan(recipe_path: Path, weights: bool = False, progress: bool = True, like: 
         _prove(measured.reference, recipe, f"the reference on {measured.target}")
     commit, sha256 = (found.commit, found.sha256) if found else (None, {})
     return Plan(
-        *(recipe, recipe_path, files, commit, checkpoint, spec, roles, layout, layouts, targets, sha256, measured),
-        calibration,
+        *(written, recipe_path, files, commit, checkpoint, spec, roles, layout, layouts, targets, sha256, measured),
+        *(calibration, rank),
     )
 
 

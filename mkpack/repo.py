@@ -117,4 +117,7 @@ def located(text: str) -> Path | str:
 def ranks_problem(manifest: Manifest, ranks: Sequence[int]) -> str | None:
     """Why these are not ranks of the artifact, or None."""
     wrong = [r for r in ranks if not 0 <= r < manifest.tp]
-    return f"rank {wrong[0]}: expected 0 to {manifest.tp - 1}, the ranks it has" if wrong else None
+    if wrong:
+        return f"rank {wrong[0]}: expected 0 to {manifest.tp - 1}, the ranks it has"
+    absent = [r for r in ranks if manifest.one_rank not in (None, r)]
+    return f"rank {absent[0]}: {manifest.holds}" if absent else None

@@ -24,6 +24,26 @@ def runs_here(targets: tuple[str, ...]) -> list[str]:
     return [level for level in platform.cpu_levels() if level in targets]
 
 
+def for_one_rank(recipe: Recipe, recipe_path: Path, rank: int) -> Recipe:
+    """The recipe for one rank's weights alone: its GPU targets, without quality, which a CPU measures. UserError when
+    it is for one rank, or has no such rank or no GPU target."""
+    tp, gpu = recipe.parallel.tp, tuple(t for t in recipe.targets if t in CUDA_TARGETS)
+    problems = []
+    if tp == 1:
+        problems.append(f"{place(recipe_path, 'parallel.tp')}: 1, but a rank by itself is one of several")
+    elif not 0 <= rank < tp:
+        problems.append(f"--rank {rank}: expected 0 to {tp - 1}, the ranks that parallel.tp {tp} gives")
+    if not gpu:
+        has = ", ".join(recipe.targets)
+        problems.append(
+            f"{place(recipe_path, 'targets')}: a rank by itself is for GPUs; expected {' or '.join(CUDA_TARGETS)} "
+            f"among them, found {has}"
+        )
+    if problems:
+        raise combine("recipe refused", problems)
+    return recipe.model_copy(update={"targets": gpu, "quality": None})
+
+
 def checked_targets(
     recipe: Recipe,
     recipe_path: Path,

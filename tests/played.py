@@ -107,7 +107,7 @@ def modules() -> dict[str, Any]:
     return {
         "load": FakeModel,
         "build": types.SimpleNamespace(build=_build),
-        "plan": types.SimpleNamespace(plan=lambda recipe: FakeReport("plan", str(recipe))),
+        "plan": types.SimpleNamespace(plan=lambda recipe, rank: FakeReport("plan", str(recipe), rank)),
         "bench": types.SimpleNamespace(run=lambda path, **options: FakeReport(str(path), options)),
         "trace": types.SimpleNamespace(run=lambda path, out, **options: f"{path} {out} {options}"),
         "quality": types.SimpleNamespace(compare=lambda a, b, **options: FakeReport(str(a), str(b), options)),

@@ -31,7 +31,8 @@ def machine():
 
 @pytest.fixture(scope="module")
 def folders(machine, tmp_path_factory):
-    """Artifacts of a model for two and four ranks, unpacked, each with one rank's weights alone."""
+    """Artifacts of a model for two and four ranks, each with one rank's weights alone: of two the other is removed, of
+    four the others were never built."""
     folder = tmp_path_factory.mktemp("ranks")
     checkpoint = families.make_checkpoint(folder / "checkpoint", "qwen3_moe", **SHAPE)
     found = {}
@@ -39,10 +40,10 @@ def folders(machine, tmp_path_factory):
         keys = {"targets": ["native", "sm_90a"], "parallel": {"tp": tp, "per_device": tp}, "limits": {"context": 48}}
         recipe = builds.write_recipe(folder / f"{tp}.yaml", checkpoint, **keys)
         found[tp] = folder / f"of {tp}"
-        extract(builder.build(recipe, output=folder / f"{tp}.mkpack"), found[tp])
-        for rank in range(tp):
-            if rank != kept:
-                (found[tp] / "weights" / f"cuda-{rank}.bin").unlink()
+        rank = kept if tp == 4 else None
+        extract(builder.build(recipe, output=folder / f"{tp}.mkpack", rank=rank), found[tp])
+        if tp == 2:
+            (found[tp] / "weights" / "cuda-1.bin").unlink()
     return found
 
 
@@ -70,6 +71,8 @@ def test_the_command(folders):
     done = CliRunner().invoke(app, ["bench", str(folders[2]), "--rank-of", "2", "--context", "3", "--json"])
     assert done.exit_code == 0, done.output
     assert [s["tokens"] for s in json.loads(done.output)["steps"]] == [1, 4, 8, 16]
+    only = CliRunner().invoke(app, ["bench", str(folders[4]), "--rank-of", "4", "--context", "3", "--json"])
+    assert json.loads(only.output)["rank"] == 3, "the one that the artifact holds"
     alone = CliRunner().invoke(app, ["bench", str(folders[2]), "--rank", "1"])
     assert str(alone.exception) == "--rank 1: expected --rank-of N with it, the number of the artifact's ranks"
 
@@ -87,6 +90,11 @@ def test_what_cannot_be_measured_so_is_refused(folders):
     with pytest.raises(UserError, match=r"weights/cuda-1\.bin: missing") as caught:
         bench.run(folders[2], rank_of=2, rank=1)
     assert "cuda-0" not in str(caught.value)
+    holds = "this artifact holds rank 3 of 4 alone, for mkpack bench --rank-of 4"
+    with pytest.raises(UserError, match=f"rank 0: {holds}"):
+        bench.run(folders[4], rank_of=4, rank=0)
+    with pytest.raises(UserError, match=f"cannot load {folders[4]}: {holds}"):
+        bench.run(folders[4])
     with pytest.raises(UserError, match="a rank by itself generates nothing of meaning"):
         bench.run(folders[2], rank_of=2, new_tokens=4)
     with pytest.raises(UserError, match="context 40: expected at most 32"):

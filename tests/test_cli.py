@@ -194,14 +194,15 @@ def test_a_folder_that_is_not_there_is_no_file_name(tmp_path: Path) -> None:
 
 
 def test_dry_run_builds_nothing(call: Any, tmp_path: Path) -> None:
-    assert call("build", "r.yaml", "--dry-run") == (0, "text of ('plan', 'r.yaml')\n", "")
-    assert json.loads(call("build", "r.yaml", "--dry-run", "--json")[1]) == {"call": "('plan', 'r.yaml')"}
+    assert call("build", "r.yaml", "--dry-run") == (0, "text of ('plan', 'r.yaml', None)\n", "")
+    assert json.loads(call("build", "r.yaml", "--dry-run", "--json")[1]) == {"call": "('plan', 'r.yaml', None)"}
+    assert call("build", "r.yaml", "--dry-run", "--rank", "7")[1] == "text of ('plan', 'r.yaml', 7)\n"
 
 
 def test_bench_and_eval_pass_their_options(call: Any) -> None:
     _, out, _ = call("bench", "a.mkpack", "--threads", "2", "--ranks", "--context", "64", "--context", "128")
     options = {"target": None, "threads": 2, "ranks": True, "contexts": [64, 128]}
-    options |= {"prompt_tokens": None, "new_tokens": None, "rank_of": None, "rank": 0}
+    options |= {"prompt_tokens": None, "new_tokens": None, "rank_of": None, "rank": None}
     assert out == f"text of ('a.mkpack', {options})\n"
     assert "'rank_of': 8, 'rank': 3}" in call("bench", "a.mkpack", "--rank-of", "8", "--rank", "3")[1]
     _, out, _ = call("eval", "a.mkpack", "--against", "b.mkpack", "--tokens", "9")

@@ -124,6 +124,29 @@ def test_each_mistake(change: Callable[[dict[str, Any]], Any], text: str) -> Non
     refused(changed(change), text)
 
 
+def test_the_weights_of_one_rank_alone_are_for_gpus() -> None:
+    def ranks(layout: str, tp: int, *found: int) -> Callable[[dict[str, Any]], Any]:
+        def change(m: dict[str, Any]) -> None:
+            entry = m["weights"][0] | {"layout": layout}
+            m["kernels"]["x86-64-v3"]["layout"] = layout
+            m["sections"] = {layout: m["sections"]["cpu"]}
+            m |= {"tp": tp, "weights": [entry | {"rank": r} for r in found]}
+
+        return change
+
+    for tp, rank in ((2, 0), (2, 1), (8, 5)):
+        assert Manifest.parse(changed(ranks("cuda", tp, rank)), "x").one_rank == rank
+    assert Manifest.parse(changed(ranks("cuda", 2, 0, 1)), "x").one_rank is None
+    assert Manifest.parse(changed(ranks("cuda", 1, 0)), "x").one_rank is None
+    text = "cuda weights: expected ranks 0 to 7 in order, or one of them (x86-64-v3 read them), found [{}]"
+    refused(changed(ranks("cuda", 8, 8)), text.format("8"))
+    refused(changed(ranks("cuda", 8, 2, 3)), text.format("2, 3"))
+    refused(
+        changed(ranks("cuda", 1, 1)), "cuda weights: expected ranks 0 to 0 in order (x86-64-v3 read them), found [1]"
+    )
+    refused(changed(ranks("cpu", 8, 3)), "cpu weights: expected ranks 0 to 7 in order (x86-64-v3 read them), found [3]")
+
+
 def test_all_mistakes_in_one_message() -> None:
     def change(m: dict[str, Any]) -> None:
         m.update(novelty=1, tp="x" * 1000)

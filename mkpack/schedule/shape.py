@@ -51,7 +51,8 @@ class Shape:
     """Sizes of one rank of a model on one architecture; names as in the kernels. What decides in which order a number
     is summed comes from the model and `device_grid` alone, so it is the same for any number of ranks.
 
-    grid: blocks of a device, if not as many as the architecture has. UserError when a rank does not fit its part of it.
+    target: "" for bytes alone, which no architecture decides. grid: blocks of a device, if not as many as the
+    architecture has. UserError when a rank does not fit its part of it.
     """
 
     def __init__(self, layout: CudaLayout, context: int, target: str, grid: int | None = None):
@@ -89,7 +90,7 @@ class Shape:
         self.down_pack = 4 if fit > 3 else 2 if fit > 1 else 1
         self.down_copies = down_pages * (4 // self.down_pack)
         self.step_tokens = self._step_tokens()
-        if layout.tp > 1 and (shared := self.step_machine().shared_bytes) > SHARED_LIMIT:
+        if target and layout.tp > 1 and (shared := self.step_machine().shared_bytes) > SHARED_LIMIT:
             raise UserError(
                 f"parallel.per_device: with {layout.per_device} ranks a device one of {self.grid} blocks has "
                 f"{self.owned_units * OWNED_ROWS} hidden rows, which with {self.step_tokens} tokens a step take "
