@@ -11,16 +11,18 @@ import os
 import re
 import shutil
 import stat
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from mkpack.container import MAX_ENTRIES, ZipWriter, names_problems
+from mkpack.container import BLOCKS_AHEAD, MAX_ENTRIES, ZipWriter, names_problems
 from mkpack.digest import Digester, Progress, Verification
 from mkpack.errors import InternalError, UserError, combine, nearest, os_errors, size
-from mkpack.manifest import MANIFEST_NAME, Entry, Manifest, capped, shown
+from mkpack.manifest import CHUNK, MANIFEST_NAME, Entry, Manifest, capped, shown
 from mkpack.platform import can_punch_holes, punch_hole
 from mkpack.store import FolderStore, Use, ZipStore, address
 
@@ -271,7 +273,8 @@ def _write_zip(
     done, total = 0, sum(sizes)
     for (name, source), nbytes in zip(entries, sizes, strict=True):
         digester = Digester(nbytes)
-        writer.add(name, nbytes, digester.through(_told(_blocks(source), done, total, progress)))
+        blocks = _ahead(_blocks(source)) if nbytes > CHUNK else _blocks(source)
+        writer.add(name, nbytes, digester.through(_told(blocks, done, total, progress)))
         digests[name] = digester.entry()
         done += nbytes
     manifest = make_manifest(dict(digests))
@@ -283,6 +286,15 @@ def _write_zip(
     writer.add(MANIFEST_NAME, len(data), [data])
     writer.finish()
     return manifest
+
+
+def _ahead(blocks: Iterator[bytes]) -> Iterator[bytes]:
+    """The blocks, read in a thread of their own while those before them are used."""
+    with ThreadPoolExecutor(1) as pool:
+        under_way = deque(pool.submit(next, blocks, None) for _ in range(BLOCKS_AHEAD))
+        while (block := under_way.popleft().result()) is not None:
+            under_way.append(pool.submit(next, blocks, None))
+            yield block
 
 
 def _told(blocks: Iterable[bytes], done: int, total: int, progress: Progress | None) -> Iterator[bytes]:
@@ -309,7 +321,7 @@ def _blocks(source: Path | bytes | Given) -> Iterator[bytes]:
         done = 0
         while block := file.read(BLOCK):
             yield block
-            if isinstance(source, Given):  # its copy is written
+            if isinstance(source, Given):  # its copy is written, or will be: until then it is in memory
                 punch_hole(file.fileno(), done, len(block))
             done += len(block)
 

@@ -12,13 +12,16 @@ import stat
 import struct
 import zipfile
 import zlib
+from collections import deque
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import BinaryIO
 
 from mkpack.errors import UserError
-from mkpack.manifest import WEIGHTS_ALIGNMENT, name_problem
+from mkpack.manifest import CHUNK, WEIGHTS_ALIGNMENT, name_problem
 
+BLOCKS_AHEAD = 4  # of a large entry that one thread may be ahead of another
 ALIGNMENT = 64  # of entries outside weights/
 MAX_ENTRIES = 10_000
 MAX_DIRECTORY = 16 << 20  # bytes of the central directory; MAX_ENTRIES of MAX_NAME need less
@@ -78,6 +81,33 @@ def names_problems(names: Iterable[str]) -> Iterator[str]:
         yield f"{name}: is both a file and a folder"
 
 
+class _Crc:
+    """The CRC-32 of blocks, of a large entry in a thread of its own beside their writing; whole when `with` ends."""
+
+    def __init__(self, size: int) -> None:
+        self.value = 0
+        self._pool = ThreadPoolExecutor(1) if size > CHUNK else None
+        self._under_way: deque[Future[None]] = deque()
+
+    def add(self, block: bytes | memoryview) -> None:
+        if self._pool is None:
+            self._take(block)
+            return
+        self._under_way.append(self._pool.submit(self._take, block))
+        while len(self._under_way) > BLOCKS_AHEAD:
+            self._under_way.popleft().result()
+
+    def _take(self, block: bytes | memoryview) -> None:
+        self.value = zlib.crc32(block, self.value)
+
+    def __enter__(self) -> _Crc:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._pool:
+            self._pool.shutdown()
+
+
 class ZipWriter:
     """Appends entries to `out`, a new seekable binary file. Equal calls give equal bytes."""
 
@@ -96,19 +126,20 @@ class ZipWriter:
         short, version = (0xFFFF_FFFF if big else size), (45 if big else 10)
         head = _LOCAL.pack(b"PK\3\4", version, 0, 0, 0, _DATE, 0, short, short, len(encoded), len(extra))
         self._write(head + encoded + extra)
-        data_at, crc = self._at, 0
-        for block in blocks:
-            crc = zlib.crc32(block, crc)
-            self._write(block)
+        data_at = self._at
+        with _Crc(size) as crc:
+            for block in blocks:
+                crc.add(block)
+                self._write(block)
         if self._at - data_at != size:
             raise UserError(
                 f"{name}: {size} bytes when the packing began, {self._at - data_at} when it was read; "
                 "something else writes to it"
             )
         self._out.seek(start + _CRC_AT)
-        self._out.write(struct.pack("<I", crc))
+        self._out.write(struct.pack("<I", crc.value))
         self._out.seek(self._at)
-        self._central.append(self._central_record(encoded, crc, size, start))
+        self._central.append(self._central_record(encoded, crc.value, size, start))
 
     def finish(self) -> None:
         """Writes the central directory and the end records."""

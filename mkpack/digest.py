@@ -10,10 +10,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from mkpack.container import BLOCKS_AHEAD
 from mkpack.errors import combine
 from mkpack.manifest import CHUNK, Entry, capped
 
-_BLOCKS_AHEAD = 4  # that may be written but not digested yet
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
 
@@ -40,7 +40,7 @@ class Digester:
             for block in blocks:
                 under_way += (whole.submit(self._whole.update, block), chunks.submit(self._by_chunk, memoryview(block)))
                 yield block
-                while len(under_way) > 2 * _BLOCKS_AHEAD:
+                while len(under_way) > 2 * BLOCKS_AHEAD:
                     under_way.popleft().result()
             for future in under_way:
                 future.result()
