@@ -37,6 +37,7 @@ MODELS = {
     "Muse Spark: dense layers, narrow experts, norms after, gates": (2, 4),
 }
 BENCH = ROOT / "recipes" / "bench" / "qwen3-30b-a3b.yaml"
+MUSE = ROOT / "recipes" / "bench" / "muse-spark-816b-a42b.yaml"  # for eight ranks, a GPU each
 
 
 def on_each(tp: int, gpus: int) -> int:
@@ -65,9 +66,9 @@ def bench_recipe(folder: Path, tp: int, per_device: int) -> Path:
     return folder / "recipe.yaml"
 
 
-def bench_kernel(folder: Path, tp: int, per_device: int) -> Path:
-    """Its kernel, compiled."""
-    todo = planner.plan(bench_recipe(folder, tp, per_device))
+def bench_kernel(folder: Path, recipe: Path) -> Path:
+    """The kernel of a recipe for sm_90a, compiled."""
+    todo = planner.plan(recipe)
     layout = todo.layouts["cuda"]
     assert isinstance(layout, CudaLayout)
     header = cuda_header(layout, todo.recipe.limits, "sm_90a")
@@ -91,7 +92,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--gpus", type=int, nargs="+", default=[1], choices=(1, 2, 4, 8), help="numbers of GPUs")
-    parser.add_argument("--small", action="store_true", help=f"without the kernels of {BENCH.name}, minutes each")
+    parser.add_argument("--small", action="store_true", help="without kernels of recipes/bench, minutes each")
     args = parser.parse_args()
     folder: Path = args.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
@@ -106,9 +107,14 @@ def main() -> None:
             place = Path(work) / f"{tp}-{each}"
             place.mkdir()
             try:
-                shutil.copyfile(bench_kernel(place, tp, each), folder / f"qwen3-{tp}-{each}.so")
+                made = bench_kernel(place, bench_recipe(place, tp, each))
+                shutil.copyfile(made, folder / f"qwen3-{tp}-{each}.so")
             except UserError as e:  # more ranks on a GPU than its blocks can hold
                 print(f"{BENCH.name}, {tp} ranks, {each} a GPU: {e}")
+        if not args.small:
+            place = Path(work) / MUSE.stem
+            place.mkdir()
+            shutil.copyfile(bench_kernel(place, MUSE), folder / f"{MUSE.stem}.so")
     for path in sorted(folder.iterdir()):
         size = sum(f.stat().st_size for f in [path, *path.rglob("*")] if f.is_file())
         print(f"{path}: {size / 1e6:.1f} MB")

@@ -14,7 +14,7 @@ import emulator
 import jobs
 import kernels
 
-from mkpack import abi, layout_cuda, loader, platform
+from mkpack import abi, bench, bench_rank, layout_cuda, loader, platform
 from mkpack import build as builder
 from mkpack.compile import Kernel, Unit
 from mkpack.generation import spread
@@ -70,12 +70,12 @@ def stalled(built: jobs.Built, prompt: Sequence[int], spinner: Path | None, devi
         return made.code, made.error, seconds, (model.try_step([1])[0], model.error())
 
 
-def build(recipe: Path, out: Path, kernel: Path | None, emulated: int | None) -> None:
+def build(recipe: Path, out: Path, kernel: Path | None, emulated: int | None, rank: int | None = None) -> None:
     """The artifact of a recipe. kernel: its GPU kernel, compiled before; else it is compiled here. emulated: blocks,
-    for the emulated machine."""
+    for the emulated machine. rank: the one whose weights alone are made."""
     if emulated:
         with emulator.machine(emulated):
-            builder.build(recipe, output=out)
+            builder.build(recipe, output=out, rank=rank)
         return
     if kernel:
 
@@ -85,7 +85,16 @@ def build(recipe: Path, out: Path, kernel: Path | None, emulated: int | None) ->
 
         builder.compile_kernels = ready  # type: ignore[assignment]
         platform.nvcc = lambda: platform.Compiler(("nvcc",), "13.0")  # type: ignore[assignment]
-    builder.build(recipe, output=out)
+    builder.build(recipe, output=out, rank=rank)
+
+
+def one_rank(artifact: Path, tp: int, context: int, emulated: int | None) -> str:
+    """`mkpack bench --rank-of tp` of the rank that an artifact holds alone, as text."""
+    with emulator.machine(emulated) if emulated else contextlib.nullcontext():
+        if emulated:
+            bench_rank.RUNS = 1
+        result = bench.run(artifact, target="gpu", rank_of=tp, contexts=[context])
+        return result.to_json()
 
 
 def steps(artifact: Path, counts: Sequence[int], context: int, new: int, emulated: int | None) -> dict[str, Any]:

@@ -3,17 +3,19 @@ nothing hangs."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jobs
 import pytest
 from models import SMALL, pack
-from prebuild_tp import BENCH, MODELS, bench_recipe, compile_programs, on_each, refusals
+from prebuild_tp import BENCH, MODELS, MUSE, bench_recipe, compile_programs, on_each, refusals
 
 from mkpack import abi, platform
 from mkpack import plan as planner
@@ -156,6 +158,34 @@ def test_steps_of_qwen3_30b_a3b(ranks, gpus, rehearsal, request, tmp_path, row, 
             ranks, found["gpus"], s["T"], f"{s['ms']:.3f}", f"{s['mb']:.0f}", f"{bound:.3f}",
             f"{bound / s['ms']:.1%}", f"{found['bandwidth']:.0f}")  # fmt: skip
     say(f"{ranks} ranks on {found['gpus']} GPUs: " + ", ".join(f"T={s['T']} {s['ms']:.3f} ms" for s in found["steps"]))
+
+
+def test_a_rank_of_muse_spark_alone(rehearsal, request, tmp_path, row, say):
+    """Rank 0 of eight: its weights are made here, 65 GB, and it is timed on the first GPU, its peers looped back."""
+    recipe, tp = (tiny_recipe(tmp_path, 2, 1), 2) if rehearsal else (MUSE, 8)
+    needed = planner.plan(recipe, rank=0).disk_bytes
+    if (free := shutil.disk_usage(tmp_path).free) < needed:
+        pytest.skip(f"{free / 1e9:.0f} GB of disk are free, and building takes {needed / 1e9:.0f} (--basetemp)")
+    artifact, kernel = tmp_path / "rank.mkpack", None
+    if prebuilt := request.config.getoption("prebuilt"):
+        kernel = prebuilt / f"{MUSE.stem}.so"
+        kernel = kernel if kernel.exists() else None
+    if not rehearsal and not kernel and platform.nvcc() is None:
+        pytest.skip("nvcc is not here, and no --prebuilt folder has this kernel")
+    emulated = EMULATED if rehearsal else None
+    start = time.monotonic()
+    run("build", recipe, artifact, kernel, emulated, 0, limit=590)
+    built, size = time.monotonic() - start, artifact.stat().st_size
+    found = json.loads(run("one_rank", artifact, tp, 5 if rehearsal else 512, emulated, limit=400))
+    artifact.unlink()
+    for s in found["steps"]:
+        row(f"{recipe.stem}, rank 0 of {tp} alone, peers looped back, context {s['context']} | T | ms | experts | MB | "
+            "bound ms | of bound | exchanges | B each | us each | ms without",
+            s["tokens"], f"{s['ms']:.3f}", f"{s['experts']:.1f}", f"{s['mb']:.0f}", f"{s['bound_ms']:.3f}",
+            f"{s['bound_ms'] / s['ms']:.1%}", s["exchanges"], f"{s['exchange_bytes']:.0f}", f"{s['exchange_us']:.2f}",
+            f"{s['without_ms']:.3f}")  # fmt: skip
+    say(f"{size / 1e9:.1f} GB built in {built:.0f} s, loaded in {found['load_s']:.0f} s, "
+        f"{found['bandwidth_gb_s']:.0f} GB/s; {found['check']}")  # fmt: skip
 
 
 def tiny_recipe(folder, tp, per_device):
