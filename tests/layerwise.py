@@ -32,6 +32,11 @@ class Found:
         """Infinite where a NaN is."""
         return float(self.errors.max())
 
+    @property
+    def all_but_few(self) -> float:
+        """What at most one in a thousand exceeds: of fewer than that the worst."""
+        return float(np.quantile(self.errors, 0.999, method="higher"))
+
     def __str__(self) -> str:
         layer, token = np.unravel_index(self.errors.argmax(), self.errors.shape)
         where = "logits" if layer == len(self.errors) - 1 else f"layer {layer}"

@@ -45,11 +45,15 @@ struct BlockWatch {
   uint64_t since = 0;
   // Called while its thread has nothing to do; looks at the clock now and then.
   __device__ __forceinline__ void tick() {
+    look([&] { return limit_ns; });
+  }
+  template <class Limit>
+  __device__ __forceinline__ void look(Limit&& limit) {
     if (ticks++ % 32) return;
     const uint32_t now = progress;
     const uint64_t time = global_nanoseconds();
     if (now != seen || since == 0) seen = now, since = time;
-    if (time - since >= limit_ns && atomicCAS(&report->expired, 0, 1) == 0) {
+    if (time - since >= limit() && atomicCAS(&report->expired, 0, 1) == 0) {
       report->phase = now % kPhases;
       report->epoch = now / kPhases;
       report->sm = sm;
@@ -58,14 +62,15 @@ struct BlockWatch {
   }
 };
 
-// The same where there are other ranks: the first block to give up tells them, so that nobody waits for what will not come.
+// The same where there are other ranks: the first block to give up tells them, so that nobody waits for what will not come. A
+// block that waits for its own rank gives up a little later, for the one that knows which peer keeps them both.
 struct RankWatch : BlockWatch {
   Report* const* reports = nullptr;  // of every rank
   int rank = 0;                      // this one
   const volatile int32_t* awaited = nullptr;
   bool told = false;
   __device__ __forceinline__ void tick() {
-    BlockWatch::tick();
+    look([&] { return *awaited ? limit_ns : limit_ns + limit_ns / 16; });
     if (ticks % 32 != 1 || told) return;
     const volatile uint32_t& abandoned = report->abandoned;
     if (abandoned) expired = 1;

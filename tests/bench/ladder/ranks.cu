@@ -151,7 +151,11 @@ struct Run {
       p.result[r] = own[r]->result.data, p.wrong[r] = own[r]->wrong.data;
     }
     p.grid = grid, p.words = words;
-    CHECK(cudaSetDevice(0));
+    // A kernel is loaded when it is first launched, and loading may wait for what runs on other devices, which may be a kernel
+    // that waits for this one.
+    operator()<false>(0, false);
+    operator()<true>(0, false);
+    each_device([](int) { CHECK(cudaDeviceSynchronize()); });
   }
   int device(int rank) const { return rank * devices / kRanks; }
   void each_device(auto&& work) const {
