@@ -114,7 +114,10 @@ def _opened(path: Path, repo: str, revision: str | None) -> Iterator[tuple[Artif
     if COMMIT.fullmatch(branch):
         raise UserError(f"--revision {branch}: expected a branch; a commit cannot be changed")
     with open_artifact(path) as artifact:
-        if problems := clashes(artifact.manifest):
+        problems = clashes(artifact.manifest)
+        if artifact.manifest.one_rank is not None:
+            problems.append(f"{artifact.manifest.holds}; a repo takes all ranks")
+        if problems:
             raise combine(f"{path} cannot be a repo", capped(problems))
         yield artifact, name, branch
 

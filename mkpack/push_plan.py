@@ -91,15 +91,13 @@ def make_plan(
 ) -> tuple[Plan, dict[str, Reader]]:
     """What a push of `artifact` does to the repo `name`, and the content of each file to upload as the client takes it.
 
-    UserError: the artifact holds one rank alone; the repo holds another artifact and `replace` is not given, or has not
-    what its manifest says; it is not `private` but should be; a result of `bench` is none, or of no kernel.
+    UserError: the repo holds another artifact and `replace` is not given, or has not what its manifest says; it is not
+    `private` but should be; a result of `bench` is none, or of no kernel.
     """
     if private and remote.listing is not None and not remote.listing.private:
         raise UserError(
             f"--private: the repo {name} exists and everybody can see it; change that in its settings first"
         )
-    if artifact.manifest.one_rank is not None:
-        raise UserError(f"{artifact.path}: {artifact.manifest.holds}; a repo takes all ranks")
     old, new, data, notes = remote.manifest, artifact.manifest, artifact.read(MANIFEST_NAME), []
     if old is not None and replace:
         notes.append(f"replaces the artifact {old.name} with its kernels {', '.join(sorted(old.kernels))}")

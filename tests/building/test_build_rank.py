@@ -16,7 +16,7 @@ from patience import PATIENCE_S
 from typer.testing import CliRunner
 
 from mkpack import build as builder
-from mkpack import describe, dummy, platform, reproduce
+from mkpack import describe, dummy, platform, push, reproduce
 from mkpack import plan as planner
 from mkpack.artifact import open_artifact
 from mkpack.build import build
@@ -28,7 +28,6 @@ from mkpack.layout_cuda import CudaLayout
 from mkpack.loader import load
 from mkpack.models import model_spec
 from mkpack.platform import CudaDevice, CudaDriver
-from mkpack.push_plan import Remote, make_plan
 from mkpack.repo import ranks_problem
 from mkpack.spec import tensors
 
@@ -201,8 +200,9 @@ def test_an_artifact_of_one_rank_says_what_it_is(alone, monkeypatch):
         assert not artifact.verify() and choose_target(manifest, None) == ("sm_90a", [])
         assert f"weights ({holds}):\n  cuda, rank 1 of 4  weights/cuda-1.bin" in describe.describe(manifest)
         assert ranks_problem(manifest, [1]) is None and ranks_problem(manifest, [0, 1]) == f"rank 0: {holds}"
-        with pytest.raises(UserError, match=f"{holds}; a repo takes all ranks"):
-            make_plan(artifact, "org/name", "main", Remote(None, False), False, False, [])
+    with pytest.raises(UserError) as caught:
+        push.plan(alone, "org/name")
+    assert str(caught.value) == f"{alone} cannot be a repo: {holds}; a repo takes all ranks"
     with pytest.raises(UserError) as caught:
         load(alone)
     assert str(caught.value) == f"cannot load {alone}: {holds}"
