@@ -37,7 +37,8 @@ MODELS = {
     "Muse Spark: dense layers, narrow experts, norms after, gates": (2, 4),
 }
 BENCH = ROOT / "recipes" / "bench" / "qwen3-30b-a3b.yaml"
-MUSE = ROOT / "recipes" / "bench" / "muse-spark-816b-a42b.yaml"  # for eight ranks, a GPU each
+# For eight ranks, a GPU each.
+MUSE = [ROOT / "recipes" / "bench" / f"muse-spark-816b-a42b{kind}.yaml" for kind in ("", "-fp8")]
 
 
 def on_each(tp: int, gpus: int) -> int:
@@ -111,10 +112,10 @@ def main() -> None:
                 shutil.copyfile(made, folder / f"qwen3-{tp}-{each}.so")
             except UserError as e:  # more ranks on a GPU than its blocks can hold
                 print(f"{BENCH.name}, {tp} ranks, {each} a GPU: {e}")
-        if not args.small:
-            place = Path(work) / MUSE.stem
+        for recipe in [] if args.small else MUSE:
+            place = Path(work) / recipe.stem
             place.mkdir()
-            shutil.copyfile(bench_kernel(place, MUSE), folder / f"{MUSE.stem}.so")
+            shutil.copyfile(bench_kernel(place, recipe), folder / f"{recipe.stem}.so")
     for path in sorted(folder.iterdir()):
         size = sum(f.stat().st_size for f in [path, *path.rglob("*")] if f.is_file())
         print(f"{path}: {size / 1e6:.1f} MB")
