@@ -10,6 +10,7 @@
 
 #define MK_ABI_VERSION 2
 #define MK_MAX_STEP_TOKENS 16
+#define MK_ADDRESS_BYTES 128
 
 enum { MK_OK = 0, MK_ERR_ARGUMENT = -1, MK_ERR_CONTEXT = -2, MK_ERR_TIMEOUT = -3, MK_ERR_MEMORY = -4, MK_ERR_DEVICE = -5 };
 
@@ -35,6 +36,13 @@ typedef struct {
   int32_t flags;              /* MK_OPTION_*; 0 = none */
   double wait_limit_s;        /* longest wait inside a step before it is given up with MK_ERR_TIMEOUT */
 } mk_options;
+
+typedef struct {
+  int32_t first_rank; /* of this process */
+  int32_t num_ranks;  /* of this process, at most those that may share a GPU; the others are in other processes of this host */
+  int32_t device;     /* GPU that they run on, of those that this process sees */
+  int32_t pad;
+} mk_placement;
 
 typedef struct {
   float temperature;        /* 0 = greedy (ties to the lowest token id) */
@@ -123,6 +131,20 @@ int32_t mk_step_taps(mk_model* model, const int32_t* tokens, int32_t num_tokens,
                      const int32_t* layers, int32_t num_layers, float* hidden);
 /* mk_time_step of a rank that is looped back, with its exchanges and without. */
 int32_t mk_time_rank(mk_model* model, const int32_t* tokens, int32_t num_tokens, mk_rank_timing* timing);
+
+/* Ranks in several processes. Each makes its own, tells their addresses, is told those of all and then makes the same calls
+ * as the others, from the same length on: mk_step, mk_generate, mk_time_step. What mk_step and mk_generate give is told where
+ * rank 0 is. Elsewhere mk_step fills in no logits and looks only at their number; mk_generate ends with the same token but,
+ * where rank 0's was cancelled, may have kept more positions, and calls back when all tokens are chosen. */
+
+/* mk_create of a part of the ranks: weights has their blobs, num_ranks is that of all. */
+int32_t mk_create_placed(const mk_options* options, const mk_placement* placement, mk_model** model);
+/* What another process needs to reach the memory of this one's ranks: addresses receives [num_ranks of the placement]
+ * [MK_ADDRESS_BYTES]. */
+int32_t mk_addresses(mk_model* model, uint8_t* addresses);
+/* Opens the memory of the other processes' ranks; addresses: [all ranks][MK_ADDRESS_BYTES]. With NULL closes it: before any
+ * process destroys its model, all must have done that. */
+int32_t mk_connect(mk_model* model, const uint8_t* addresses);
 #ifdef __cplusplus
 }
 #endif

@@ -6,11 +6,12 @@ Every compiled model includes the text of `c_asserts()`, so a struct that differ
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_uint64, c_void_p
+from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_uint8, c_uint64, c_void_p
 from typing import Any
 
 ABI_VERSION = 2
 MAX_STEP_TOKENS = 16
+ADDRESS_BYTES = 128
 
 OK = 0
 ERR_ARGUMENT = -1
@@ -46,6 +47,12 @@ class Options(ctypes.Structure):
     ]
 
 
+class Placement(ctypes.Structure):
+    """mk_placement: which of the ranks this process has."""
+
+    _fields_ = [("first_rank", c_int32), ("num_ranks", c_int32), ("device", c_int32), ("pad", c_int32)]
+
+
 class Request(ctypes.Structure):
     """mk_request: how mk_generate chooses tokens and when it ends."""
 
@@ -61,6 +68,10 @@ class Request(ctypes.Structure):
         ("num_stop_tokens", c_int32),
         ("pad", c_int32),
     ]
+
+
+# Its fields that say what they say by themselves.
+REQUEST_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "top_k", "max_new_tokens", "seed")
 
 
 class Result(ctypes.Structure):
@@ -96,6 +107,7 @@ class TraceShape(ctypes.Structure):
 
 STRUCTS: dict[str, type[ctypes.Structure]] = {
     "mk_options": Options,
+    "mk_placement": Placement,
     "mk_request": Request,
     "mk_result": Result,
     "mk_timing": Timing,
@@ -131,8 +143,13 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
         ),
     ),
     "mk_time_rank": (c_int32, (c_void_p, POINTER(c_int32), c_int32, POINTER(RankTiming))),
+    "mk_create_placed": (c_int32, (POINTER(Options), POINTER(Placement), POINTER(c_void_p))),
+    "mk_addresses": (c_int32, (c_void_p, POINTER(c_uint8))),
+    "mk_connect": (c_int32, (c_void_p, POINTER(c_uint8))),
 }
-OPTIONAL = frozenset({"mk_time_step", "mk_trace", "mk_step_taps", "mk_time_rank"})  # those that a kernel may lack
+OPTIONAL = frozenset(  # those that a kernel may lack
+    {"mk_time_step", "mk_trace", "mk_step_taps", "mk_time_rank", "mk_create_placed", "mk_addresses", "mk_connect"}
+)
 
 # How the header spells the types of struct fields.
 _C_TYPES: dict[Any, str] = {
@@ -165,7 +182,11 @@ def bind(lib: ctypes.CDLL) -> ctypes.CDLL:
 def c_asserts() -> str:
     """C++ text that compiles, after csrc/abi.h, only when the header's structs and constants equal this file's."""
     lines = ["#include <cstddef>", "#include <type_traits>"]
-    for macro, value in (("MK_ABI_VERSION", ABI_VERSION), ("MK_MAX_STEP_TOKENS", MAX_STEP_TOKENS)):
+    for macro, value in (
+        ("MK_ABI_VERSION", ABI_VERSION),
+        ("MK_MAX_STEP_TOKENS", MAX_STEP_TOKENS),
+        ("MK_ADDRESS_BYTES", ADDRESS_BYTES),
+    ):
         lines.append(f'static_assert({macro} == {value}, "{macro} differs from mkpack/abi.py");')
     for name, struct in STRUCTS.items():
         differs = "differs from mkpack/abi.py"

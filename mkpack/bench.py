@@ -24,6 +24,7 @@ from mkpack.model import Model
 if TYPE_CHECKING:
     from mkpack.bench_gpu import GpuResult
     from mkpack.bench_rank import RankResult
+    from mkpack.launcher import World
 
 DEFAULT_CONTEXTS = (128, 1024)
 NEW_TOKENS = 64
@@ -98,15 +99,21 @@ def run(
     new_tokens: int | None = None,
     rank_of: int | None = None,
     rank: int | None = None,
-) -> BenchResult | GpuResult | RankResult:
-    """Measures an artifact. target, threads, ranks, rank_of, rank: as load() takes them. contexts: positions in the
-    cache when decoding starts. prompt_tokens, new_tokens: of the generation that is timed on a GPU; a CPU target and a
-    rank by itself have none.
+    world: World | None = None,
+) -> BenchResult | GpuResult | RankResult | None:
+    """Measures an artifact; None in a process without rank 0, which only helps. target, threads, ranks, rank_of, rank,
+    world: as load() takes them. contexts: positions in the cache when decoding starts. prompt_tokens, new_tokens: of
+    the generation that is timed on a GPU; a CPU target and a rank by itself have none.
 
     Raises UserError for a context that leaves no room for the measured tokens.
     """
     start = time.perf_counter()
-    with load(path, target=target, threads=threads, ranks=ranks, rank_of=rank_of, rank=rank) as model:
+    with load(path, target=target, threads=threads, ranks=ranks, rank_of=rank_of, rank=rank, world=world) as model:
+        if model.follows:
+            from mkpack import launcher
+
+            launcher.serve(model)
+            return None
         model.step([0], 0)  # waits for the digests, as the first token of a run does
         load_s = time.perf_counter() - start
         if rank_of is not None:

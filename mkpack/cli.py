@@ -185,7 +185,7 @@ def run(
 ) -> None:
     """Answer a prompt, or hold a conversation on a terminal."""
     import mkpack
-    from mkpack import session
+    from mkpack import launcher, session
     from mkpack.repo import located
 
     if greedy and temperature:
@@ -202,7 +202,9 @@ def run(
         repetition_penalty=repetition_penalty,
     )
     options = session.Options(raw, system, stats, json, sampling)
-    text = session.find_prompt(prompt, prompt_file)
+    world = launcher.world()
+    first = world is None or world.rank == 0  # the others are asked nothing
+    text = session.find_prompt(prompt, prompt_file) if first else None
     with mkpack.load(
         located(artifact),
         target=target,
@@ -212,10 +214,13 @@ def run(
         trust_kernel=trust_kernel,
         rebuild_kernel=rebuild_kernel,
         ranks=ranks,
+        world=world,
     ) as model:
         if rebuild_kernel and model.rebuilt:
             typer.echo(model.rebuilt.render(), err=True)
-        if text is None:
+        if not first:
+            launcher.serve(model)
+        elif text is None:
             session.converse(model, options)
         else:
             session.answer(model, text, options)
@@ -329,6 +334,7 @@ def bench(
 ) -> None:
     """Measure speed beside the bound of this machine's memory."""
     from mkpack import bench as benchmark
+    from mkpack import launcher
     from mkpack.repo import located
 
     if rank is not None and rank_of is None:
@@ -343,7 +349,10 @@ def bench(
         new_tokens=new_tokens,
         rank_of=rank_of,
         rank=rank,
+        world=launcher.world(),
     )
+    if result is None:  # this process has no rank 0, which prints
+        return
     typer.echo(result.to_json() if json else result.render())
 
 

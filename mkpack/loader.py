@@ -7,6 +7,7 @@ with load("model.mkpack") as model:
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -16,12 +17,14 @@ from mkpack import abi, gate, platform
 from mkpack.artifact import Artifact, open_artifact
 from mkpack.compat import choose_target
 from mkpack.errors import UserError, combine
+from mkpack.layout_cuda import per_device_of
 from mkpack.model import Digests, Model
-from mkpack.native import NativeModel
+from mkpack.native import NativeModel, Placement
 from mkpack.repo import SCHEME
 from mkpack.text import FILES
 
 if TYPE_CHECKING:
+    from mkpack.launcher import World
     from mkpack.manifest import Manifest
     from mkpack.pull import Pulled
 
@@ -41,6 +44,7 @@ def load(
     ranks: bool = False,
     rank_of: int | None = None,
     rank: int | None = None,
+    world: World | None = None,
 ) -> Model:
     """Loads an artifact for this machine: a file, an unpacked folder, or hf://org/name@revision, which is pulled first.
 
@@ -53,7 +57,9 @@ def load(
     exchange what they compute; by default all threads work on all ranks' parts in memory that they share. rank_of: of
     an artifact for so many ranks, on a GPU: only `rank` (by default the one it holds alone, else 0) is loaded and
     checked, its peers are looped back, and what it computes means nothing (`mkpack bench --rank-of`); the other ranks'
-    weights need not be there.
+    weights need not be there. world: of an artifact for several ranks, on a GPU: this process has a part of them, which
+    is loaded and checked here, and others of this host have the rest (`launcher.world()`, where a launcher such as
+    torchrun started them). All must load it; the one of rank 0 is asked for tokens, the others call Model.follow().
 
     A kernel that was not built here runs when its artifact is signed by somebody in the trust list, or when its SHA-256
     is `trust_kernel`, which is remembered (trust.py). rebuild_kernel: do not use it, compile it here instead, which
@@ -79,7 +85,18 @@ def load(
     try:
         alone = None if rank_of is None else (rank_alone(artifact.manifest, rank), rank_of)
         return _load(
-            artifact, found, threads, context, verify, wait_limit, target, trust_kernel, rebuild_kernel, ranks, alone
+            artifact,
+            found,
+            threads,
+            context,
+            verify,
+            wait_limit,
+            target,
+            trust_kernel,
+            rebuild_kernel,
+            ranks,
+            alone,
+            world,
         )
     except BaseException:
         artifact.close()
@@ -103,17 +120,29 @@ def _load(
     rebuild_kernel: bool,
     ranks: bool,
     alone: tuple[int, int] | None,
+    world: World | None,
 ) -> Model:
     """found: problems so far, to which more are added. alone: a rank, of so many, to be loaded by itself."""
     manifest = artifact.manifest
     target, wrong = choose_target(manifest, wanted)
     found += wrong
+    placement: Placement | None = None
+    here = range(manifest.tp)
     if alone is not None and target is not None:
         found += _alone_refusals(manifest, target, ranks, *alone)
-        others = {entry.path for entry in manifest.weights if entry.rank != alone[0]}
-        found[:] = [problem for problem in found if problem.split(": ")[0] not in others]
+        here = range(alone[0], alone[0] + 1)
     elif target is not None and manifest.kernels[target].layout == "cuda" and manifest.one_rank is not None:
         found.append(manifest.holds)
+    if world is not None and target is not None:
+        if refused := _world_refusals(manifest, target, world, ranks, alone):
+            found += refused
+        else:
+            driver = platform.cuda_driver()
+            placement = world.place(manifest.tp, per_device_of(manifest), len(driver.devices) if driver else 0)
+            here = range(placement.first, placement.first + placement.held)
+    if len(here) < manifest.tp:
+        others = {entry.path for entry in manifest.weights if entry.rank not in here}
+        found[:] = [problem for problem in found if problem.split(": ")[0] not in others]
     if ranks and target is not None:
         found += _ranks_refusals(manifest, target, rebuild_kernel)
     limit = manifest.limits.context
@@ -132,37 +161,52 @@ def _load(
 
     rebuilt = gate.admit(artifact, target, trust_kernel, rebuild_kernel)
     kernel = manifest.kernels[target]
-    blobs = manifest.weights_in(kernel.layout)
-    if alone is not None:
-        blobs = [entry for entry in blobs if entry.rank == alone[0]]
+    blobs = [entry for entry in manifest.weights_in(kernel.layout) if entry.rank in here]
+    code = rebuilt.data if rebuilt else content[kernel.path]
+    group = None
+    if world is not None:
+        from mkpack.launcher import Group
+
+        same = {"artifact": artifact.digest, "target": target, "kernel": hashlib.sha256(code).hexdigest()}
+        group = Group(world, {**same, "context": str(context or limit)})
     weights = [entry.path for entry in blobs]
     # A GPU's kernel reads its weights once, into the GPU: they need not stay in this machine's memory, nor fit there.
     on_gpu = kernel.layout == "cuda"
     addresses = [artifact.address(name, "pass" if on_gpu else "stay") for name in weights]
     digests = Digests(artifact, weights, drop=on_gpu) if verify else None
-    library = gate.open_library(artifact, target, rebuilt.data if rebuilt else content[kernel.path])
     positions = context or limit
-    try:
-        native = NativeModel(
-            library,
-            addresses,
-            blobs[0].nbytes,
-            threads=threads or platform.cores(),
-            context=positions,
-            wait_limit=wait_limit,
-            ranks=ranks,
-            looped_of=alone[1] if alone else None,
-        )
-    except UserError as e:
-        if on_gpu and choose_target(manifest, "cpu")[0]:
-            raise UserError(f"{e}; --target cpu runs it on this machine's CPU instead") from e
-        raise
+    with group.loading() if group else contextlib.nullcontext():
+        library = gate.open_library(artifact, target, code)
+        try:
+            native = NativeModel(
+                library,
+                addresses,
+                blobs[0].nbytes,
+                threads=threads or platform.cores(),
+                context=positions,
+                wait_limit=wait_limit,
+                ranks=ranks,
+                looped_of=alone[1] if alone else None,
+                placement=placement,
+            )
+        except UserError as e:
+            if on_gpu and choose_target(manifest, "cpu")[0]:
+                raise UserError(f"{e}; --target cpu runs it on this machine's CPU instead") from e
+            raise
+        if group is not None:
+            try:
+                if digests:
+                    digests.wait()  # a damaged blob of one rank would be the wait of all others
+                group.connect(native)
+            except BaseException:
+                native.close()
+                raise
     if on_gpu:
         for name in weights:
             artifact.drop(name)
     files = {os.path.basename(name): content[name] for name in manifest.tokenizer_files}
     files = {name: data for name, data in files.items() if name in FILES}
-    model = Model(artifact, native, target, positions, files, digests)
+    model = Model(artifact, native, target, positions, files, digests, group)
     model.rebuilt = rebuilt
     return model
 
@@ -179,6 +223,21 @@ def _ranks_refusals(manifest: Manifest, target: str, rebuilt: bool) -> list[str]
     if known < abi.SINCE_RANKS and not rebuilt:
         return [f"ranks: the kernel {kernel.path} was built by an older mkpack, which has none; rebuild it"]
     return []
+
+
+def _world_refusals(
+    manifest: Manifest, target: str, world: World, ranks: bool, alone: tuple[int, int] | None
+) -> list[str]:
+    """Why ranks cannot be in several processes."""
+    found = []
+    if manifest.kernels[target].layout != "cuda":
+        found.append(
+            f"rank {world.rank}: WORLD_SIZE is {world.world_size}, and only a GPU's ranks can be in several processes, "
+            f"found {target}; choose a GPU target (--target gpu) or start one process"
+        )
+    if ranks or alone:
+        found.append(f"rank {world.rank}: WORLD_SIZE is {world.world_size}: ranks and rank_of are for one process")
+    return found
 
 
 def _alone_refusals(manifest: Manifest, target: str, ranks: bool, rank: int, rank_of: int) -> list[str]:

@@ -22,6 +22,7 @@ from mkpack.text import Decoder, Sampling, Text
 if TYPE_CHECKING:
     import numpy as np
 
+    from mkpack.launcher import Group
     from mkpack.rebuild import Rebuilt
 
 Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]
@@ -65,6 +66,7 @@ class Model:
         context: int,
         files: dict[str, bytes],
         digests: Digests | None,
+        group: Group | None = None,
     ) -> None:
         self.manifest: Manifest = artifact.manifest
         self.target = target
@@ -73,6 +75,7 @@ class Model:
         self._files = files
         self._text: Text | None = None
         self._digests = digests
+        self._group = group  # the processes that have its other ranks
         self.rebuilt: Rebuilt | None = None  # the kernel, when it was compiled here for this load
         # Ids in the KV cache, by position; fewer than there are when a run was left before they were known.
         self._cached: list[int] = []
@@ -88,6 +91,20 @@ class Model:
 
     def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+    @property
+    def follows(self) -> bool:
+        """Whether this process has ranks but not rank 0 (`world` of load()): follow() is all that it can do then."""
+        return self._group is not None and self._group.follows
+
+    def follow(self) -> None:
+        """Does what is asked of the model in rank 0's process, until that one closes it.
+
+        InternalError when rank 0's process ends otherwise, or a kernel fails.
+        """
+        if self._group is None or not self._group.follows:
+            raise UserError("this process has rank 0, which follows nobody")
+        self._group.follow(self._native.repeat)
 
     @property
     def spec(self) -> ModelSpec:

@@ -12,8 +12,8 @@ import os
 import queue
 import threading
 from _ctypes import dlclose
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from mkpack import abi
 from mkpack.errors import InternalError, UserError
@@ -99,6 +99,25 @@ class RankTiming(NamedTuple):
     nbytes: int
 
 
+class Placement(NamedTuple):
+    """The ranks that this process has of a model whose others are in other processes: `held` from `first` on, of `tp`,
+    on one GPU."""
+
+    first: int
+    held: int
+    tp: int
+    device: int
+
+
+class Others(Protocol):
+    """The other processes that have ranks of a model (launcher.Group)."""
+
+    @property
+    def follows(self) -> bool: ...
+    def announce(self, call: Mapping[str, Any]) -> None: ...
+    def leave(self, disconnect: Callable[[], None], wait_limit: float) -> None: ...
+
+
 class NativeModel:
     """One mk_model. Not for several threads at once, except Run.stop(). close() is idempotent."""
 
@@ -113,25 +132,34 @@ class NativeModel:
         wait_limit: float,
         ranks: bool = False,
         looped_of: int | None = None,
+        placement: Placement | None = None,
     ) -> None:
         """weights: address of each rank's blob, valid until close(). ranks: each has threads and memory of its own.
-        looped_of: there is one, of so many, and its peers are looped back. Owns `library` from here on, also on
-        failure."""
+        looped_of: there is one, of so many, and its peers are looped back. placement: these are a process's part of
+        them; connect() and `others` must follow. Owns `library` from here on, also on failure."""
         self._library = library
         self._handle: ctypes.c_void_p | None = None
         self._run: Run | None = None
+        self._wait_limit = wait_limit
+        self._placement = placement
+        self.others: Others | None = None
         handle = ctypes.c_void_p()
         options = abi.Options(
             weights=(ctypes.c_void_p * len(weights))(*weights),
             weights_bytes=weights_bytes,
-            num_ranks=looped_of or len(weights),
+            num_ranks=looped_of or (placement.tp if placement else len(weights)),
             threads=threads,
             context=context,
             flags=(abi.OPTION_RANKS if ranks else 0) | (abi.OPTION_LOOPED if looped_of else 0),
             wait_limit_s=wait_limit,
         )
         try:
-            code = library.lib.mk_create(ctypes.byref(options), ctypes.byref(handle))
+            if placement:
+                self._need("mk_create_placed", "has all ranks in one process")
+                part = abi.Placement(placement.first, placement.held, placement.device)
+                code = library.lib.mk_create_placed(ctypes.byref(options), ctypes.byref(part), ctypes.byref(handle))
+            else:
+                code = library.lib.mk_create(ctypes.byref(options), ctypes.byref(handle))
             if code != abi.OK:
                 raise library.error(code, "starting the kernel", starting=True)
         except BaseException:
@@ -145,7 +173,46 @@ class NativeModel:
             raise UserError("the model is closed; load it again")
         if self._run is not None and self._run.running:
             raise UserError("the model is still generating; finish or close that generation first")
+        if self.others and self.others.follows:
+            raise UserError("this process has no rank 0: Model.follow() does here what is asked of that one")
         return self._handle
+
+    def addresses(self) -> bytes:
+        """Where the memory of this process's ranks is, for connect() in other processes."""
+        assert self._placement
+        found = (ctypes.c_uint8 * (self._placement.held * abi.ADDRESS_BYTES))()
+        self._check(self._library.lib.mk_addresses(self._handle, found), "offering memory to other processes")
+        return bytes(found)
+
+    def connect(self, addresses: bytes | None) -> None:
+        """Opens the memory that all ranks' addresses tell of, in the order of ranks; None closes it."""
+        assert self._placement
+        if addresses is not None and len(addresses) != self._placement.tp * abi.ADDRESS_BYTES:
+            raise InternalError(f"addresses of {self._placement.tp} ranks: found {len(addresses)} bytes")
+        given = None if addresses is None else (ctypes.c_uint8 * len(addresses)).from_buffer_copy(addresses)
+        self._check(self._library.lib.mk_connect(self._handle, given), "opening the memory of other processes")
+
+    def _announce(self, call: str, tokens: Sequence[int], **more: Any) -> None:
+        if self.others:
+            length = int(self._library.lib.mk_length(self._handle))
+            self.others.announce({"call": call, "length": length, "tokens": list(tokens), **more})
+
+    def repeat(self, call: Mapping[str, Any]) -> None:
+        """A call that rank 0's process makes, in one without it. That one is told what is wrong with it."""
+        lib, handle, tokens = self._library.lib, self._handle, call["tokens"]
+        ids, count = (ctypes.c_int32 * len(tokens))(*tokens), len(tokens)
+        self._check(lib.mk_truncate(handle, call["length"]), "truncating the cache")
+        if call["call"] == "step":
+            code = lib.mk_step(handle, ids, count, None, call["num_logits"])
+        elif call["call"] == "time_step":
+            code = lib.mk_time_step(handle, ids, count, ctypes.byref(abi.Timing()))
+        else:
+            stops = call["stop_tokens"]
+            stop_ids = (ctypes.c_int32 * len(stops))(*stops)
+            request = abi.Request(**call["request"], stop_tokens=stop_ids, num_stop_tokens=len(stops))
+            code = lib.mk_generate(handle, ids, count, request, abi.TokenCallback(), None, abi.Result())
+        if code not in (abi.ERR_ARGUMENT, abi.ERR_CONTEXT):
+            self._check(code, call["call"])
 
     def _check(self, code: int, doing: str) -> None:
         if code != abi.OK:
@@ -170,6 +237,7 @@ class NativeModel:
     def step(self, tokens: Sequence[int], logits: np.ndarray) -> None:
         """Runs at most MAX_STEP_TOKENS tokens; logits: float32 [num_logits, vocab_size], contiguous, filled in."""
         handle, ids = self._ready(), (ctypes.c_int32 * len(tokens))(*tokens)
+        self._announce("step", tokens, num_logits=len(logits))
         self._check(self._library.lib.mk_step(handle, ids, len(tokens), _floats(logits), len(logits)), "a step")
 
     def step_taps(self, tokens: Sequence[int], logits: np.ndarray, layers: Sequence[int], hidden: np.ndarray) -> None:
@@ -191,6 +259,7 @@ class NativeModel:
         """mk_time_step: seconds of a step, and distinct experts a layer."""
         self._need("mk_time_step", "times no single step")
         handle, ids, result = self._ready(), (ctypes.c_int32 * len(tokens))(*tokens), abi.Timing()
+        self._announce("time_step", tokens)
         code = self._library.lib.mk_time_step(handle, ids, len(tokens), ctypes.byref(result))
         self._check(code, "timing a step")
         return result.step_s, result.experts
@@ -218,7 +287,12 @@ class NativeModel:
 
     def generate(self, prompt: Sequence[int], request: abi.Request) -> Run:
         """Starts mk_generate on a thread of its own."""
-        self._run = Run(self._library, self._ready(), prompt, request)
+        handle = self._ready()
+        numbers = {name: getattr(request, name) for name in abi.REQUEST_NUMBERS}
+        self._announce(
+            "generate", prompt, request=numbers, stop_tokens=list(request.stop_tokens[: request.num_stop_tokens])
+        )
+        self._run = Run(self._library, handle, prompt, request)
         return self._run
 
     def close(self) -> None:
@@ -227,6 +301,8 @@ class NativeModel:
             return
         if self._run is not None:
             self._run.stop()
+        if self.others:
+            self.others.leave(lambda: self.connect(None), self._wait_limit)
         handle, self._handle = self._handle, None
         self._library.lib.mk_destroy(handle)
         self._library.close()

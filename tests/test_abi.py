@@ -34,6 +34,9 @@ TYPES = {
     "mk_rank_timing*": ctypes.POINTER(abi.RankTiming),
     "mk_trace_shape*": ctypes.POINTER(abi.TraceShape),
     "int64_t*": ctypes.POINTER(ctypes.c_int64),
+    "uint8_t*": ctypes.POINTER(ctypes.c_uint8),
+    "const uint8_t*": ctypes.POINTER(ctypes.c_uint8),
+    "const mk_placement*": ctypes.POINTER(abi.Placement),
     "mk_token_callback": abi.TokenCallback,
 }
 

@@ -202,9 +202,9 @@ def test_dry_run_builds_nothing(call: Any, tmp_path: Path) -> None:
 def test_bench_and_eval_pass_their_options(call: Any) -> None:
     _, out, _ = call("bench", "a.mkpack", "--threads", "2", "--ranks", "--context", "64", "--context", "128")
     options = {"target": None, "threads": 2, "ranks": True, "contexts": [64, 128]}
-    options |= {"prompt_tokens": None, "new_tokens": None, "rank_of": None, "rank": None}
+    options |= {"prompt_tokens": None, "new_tokens": None, "rank_of": None, "rank": None, "world": None}
     assert out == f"text of ('a.mkpack', {options})\n"
-    assert "'rank_of': 8, 'rank': 3}" in call("bench", "a.mkpack", "--rank-of", "8", "--rank", "3")[1]
+    assert "'rank_of': 8, 'rank': 3," in call("bench", "a.mkpack", "--rank-of", "8", "--rank", "3")[1]
     _, out, _ = call("eval", "a.mkpack", "--against", "b.mkpack", "--tokens", "9")
     assert out == "text of ('a.mkpack', 'b.mkpack', {'text': None, 'tokens': 9, 'threads': None})\n"
     assert call("eval", "a.mkpack")[0] == 2

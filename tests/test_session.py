@@ -18,7 +18,7 @@ from played import FakeModel, process, standard_input
 
 from mkpack import cli
 
-NO_MORE = {"trust_kernel": None, "rebuild_kernel": False, "ranks": False}
+NO_MORE = {"trust_kernel": None, "rebuild_kernel": False, "ranks": False, "world": None}
 
 
 @pytest.fixture(autouse=True)

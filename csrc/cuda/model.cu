@@ -10,6 +10,7 @@
 #include "abi.h"
 #include "bandwidth.cuh"
 #include "measure.cuh"
+#include "processes.cuh"
 
 namespace mk {
 
@@ -108,7 +109,7 @@ template <class Work>
 static int32_t guarded(mk_model* model, Work&& work) {
   if (model->failure != MK_OK) return fail(model->failure, model->failure_text);
   try {
-    check(cudaSetDevice(0), "opening the GPU");
+    check(cudaSetDevice(model->device), "opening the GPU");
     return work();
   } catch (const Failure& e) {
     model->failure = e.code;
@@ -120,6 +121,8 @@ static int32_t guarded(mk_model* model, Work&& work) {
 }
 
 static int32_t check_tokens(const mk_model* model, const int32_t* tokens, int32_t count) {
+  if (!model->connected())
+    return fail(MK_ERR_ARGUMENT, "its ranks do not know the memory of those in other processes: mk_connect tells them");
   for (int32_t i = 0; i < count; i++)
     if (tokens[i] < 0 || tokens[i] >= kVocab)
       return fail(MK_ERR_ARGUMENT, "token " + std::to_string(tokens[i]) + " at " + std::to_string(i) +
@@ -137,8 +140,10 @@ static int32_t check_step(const mk_model* model, const int32_t* tokens, int32_t 
   return check_tokens(model, tokens, count);
 }
 
-static bool is_stop(const mk_request& r, int32_t token) {
-  return std::find(r.stop_tokens, r.stop_tokens + r.num_stop_tokens, token) != r.stop_tokens + r.num_stop_tokens;
+// For what only ranks of one process do.
+static int32_t check_alone(const mk_model* model, const char* doing) {
+  if (model->placement.alone()) return MK_OK;
+  return fail(MK_ERR_ARGUMENT, std::string(doing) + " needs all ranks in one process");
 }
 
 // Read by the build for its report: the shared memory that the kernels are launched with.
@@ -153,13 +158,19 @@ MK_EXPORT const char* mk_describe(void) { return m::description; }
 
 MK_EXPORT const char* mk_last_error(void) { return last_error; }
 
-MK_EXPORT int32_t mk_create(const mk_options* o, mk_model** out) {
+// placed: NULL when all ranks are here.
+static int32_t create(const mk_options* o, const mk_placement* placed, mk_model** out) {
   if (o->num_ranks != kRanks)
     return fail(MK_ERR_ARGUMENT, "compiled for " + std::to_string(kRanks) + (kRanks == 1 ? " rank" : " ranks") + ", given " +
                                      std::to_string(o->num_ranks));
   if (o->flags & ~MK_OPTION_LOOPED) return fail(MK_ERR_ARGUMENT, "flags has bits that this kernel does not know");
   const bool looped = o->flags & MK_OPTION_LOOPED;
   if (looped && kRanks == 1) return fail(MK_ERR_ARGUMENT, "compiled for 1 rank, which has no peers to loop back");
+  if (placed && (looped || placed->num_ranks < 1 || placed->num_ranks > kPerDevice || placed->first_rank < 0 ||
+                 placed->first_rank > kRanks - placed->num_ranks || placed->device < 0))
+    return fail(MK_ERR_ARGUMENT, "a process has 1 to " + std::to_string(kPerDevice) + " of the " + std::to_string(kRanks) +
+                                     " ranks, on one GPU; given " + std::to_string(placed->num_ranks) + " from rank " +
+                                     std::to_string(placed->first_rank) + " on");
   if (o->weights_bytes != m::blob_bytes)
     return fail(MK_ERR_ARGUMENT, "the weights must be " + std::to_string(m::blob_bytes) + " bytes, given " +
                                      std::to_string(o->weights_bytes));
@@ -169,13 +180,20 @@ MK_EXPORT int32_t mk_create(const mk_options* o, mk_model** out) {
   if (!(o->wait_limit_s > 0)) return fail(MK_ERR_ARGUMENT, "wait_limit_s must be above 0");
   try {
     const uint64_t small = Workspace().bytes + uint64_t{kMaxContext} * kRotary * sizeof(float) + (64 << 20);
-    const int devices = count_devices(), per_device = looped ? 1 : ranks_a_device(devices);
-    for (int device = looped ? 0 : kRanks / per_device - 1; device >= 0; device--)  // the first is left open
+    const int devices = count_devices();
+    if (placed && placed->device >= devices)
+      throw Failure(MK_ERR_DEVICE, "GPU " + std::to_string(placed->device) + " is not among the " + std::to_string(devices) +
+                                       " that this process sees");
+    const int per_device = placed ? placed->num_ranks : looped ? 1 : ranks_a_device(devices);
+    const Placement placement = placed ? Placement{placed->first_rank, placed->num_ranks, placed->device, per_device}
+                                       : Placement{0, kRanks, 0, per_device};
+    const int used = placed || looped ? 1 : kRanks / per_device;
+    for (int device = placement.device + used - 1; device >= placement.device; device--)  // the first is left open
       open_device<kFastDecode>(device, per_device, per_device * (m::blob_bytes + kKvBytes + small),
                                (per_device == 1 ? "" : std::to_string(per_device) + " times ") + "weights " +
                                    gigabytes(m::blob_bytes) + ", KV cache of " + std::to_string(kMaxContext) +
                                    " positions " + gigabytes(kKvBytes));
-    *out = new mk_model(o->weights, per_device, o->context ? o->context : m::context, o->wait_limit_s, looped);
+    *out = new mk_model(o->weights, placement, o->context ? o->context : m::context, o->wait_limit_s, looped);
     return MK_OK;
   } catch (const Failure& e) {
     return fail(e.code, e.what());
@@ -184,8 +202,35 @@ MK_EXPORT int32_t mk_create(const mk_options* o, mk_model** out) {
   }
 }
 
+MK_EXPORT int32_t mk_create(const mk_options* o, mk_model** out) { return create(o, nullptr, out); }
+
+MK_EXPORT int32_t mk_create_placed(const mk_options* o, const mk_placement* placement, mk_model** out) {
+  return create(o, placement, out);
+}
+
+MK_EXPORT int32_t mk_addresses(mk_model* model, uint8_t* addresses) {
+  if (model->placement.alone()) return fail(MK_ERR_ARGUMENT, "all its ranks are in this process");
+  return guarded(model, [&] {
+    model->addresses(addresses);
+    return MK_OK;
+  });
+}
+
+MK_EXPORT int32_t mk_connect(mk_model* model, const uint8_t* addresses) {
+  if (model->placement.alone()) return fail(MK_ERR_ARGUMENT, "all its ranks are in this process");
+  if (!addresses) {  // also of a model that failed
+    cudaSetDevice(model->device);
+    model->disconnect();
+    return MK_OK;
+  }
+  return guarded(model, [&] {
+    model->connect(addresses);
+    return MK_OK;
+  });
+}
+
 MK_EXPORT void mk_destroy(mk_model* model) {
-  cudaSetDevice(0);
+  cudaSetDevice(model->device);
   delete model;
 }
 
@@ -208,17 +253,21 @@ MK_EXPORT int32_t mk_step_taps(mk_model* model, const int32_t* tokens, int32_t c
     if (layers[i] < 0 || layers[i] >= kLayers)
       return fail(MK_ERR_ARGUMENT, "layer " + std::to_string(layers[i]) + " is not one of the " + std::to_string(kLayers) +
                                        " layers");
+  if (num_layers > 0)
+    if (int32_t code = check_alone(model, "telling hidden states")) return code;
   return guarded(model, [&] {
     if (num_layers > 0 && !model->taps)
       model->taps = std::make_unique<DeviceArray<float>>((size_t)kLayers * kMaxTokens * kHidden);
-    const int wanted = logits ? num_logits : 0;
+    const bool speaks = model->placement.speaks();
+    const int wanted = logits || !speaks ? num_logits : 0;
     model->give(tokens, count);
     model->params.taps = num_layers > 0 ? model->taps->get() : nullptr;
     model->launch(count, 0, 0, wanted, nullptr);
     model->params.taps = nullptr;
     model->finish();
     model->length += count;
-    for (int i = 0; i < wanted; i++)
+    if (wanted && speaks) model->await_others();
+    for (int i = 0; i < wanted && speaks; i++)
       model->copy_logits(count - wanted + i, logits + (size_t)i * kVocab);
     for (int i = 0; i < num_layers; i++)
       check(cudaMemcpy(hidden + (size_t)i * count * kHidden, model->taps->get() + (size_t)layers[i] * kMaxTokens * kHidden,
@@ -250,9 +299,13 @@ MK_EXPORT int32_t mk_generate(mk_model* model, const int32_t* prompt, int32_t nu
   const auto start = clock::now();
   auto first = start;
   const int32_t code = guarded(model, [&] {
-    const int start_length = model->length;
+    if (!model->placement.speaks()) {
+      follow(model, prompt, num_prompt, r, callback, user, result);
+      return MK_OK;
+    }
+    const int end = model->length + num_prompt;
     // A token more than there are positions left: the last one chosen is not run.
-    const int most = std::min(r.max_new_tokens, model->context - model->length - num_prompt + 1);
+    const int most = std::min(r.max_new_tokens, model->context - end + 1);
     model->mail.clear(most);
     model->give(prompt, num_prompt);
     model->launch(num_prompt, 1, 0, 0, &r);
@@ -264,20 +317,14 @@ MK_EXPORT int32_t mk_generate(mk_model* model, const int32_t* prompt, int32_t nu
       if (i == 0) first = clock::now();
       const bool cancel = (callback && callback(user, token) != 0) || model->cancelled.load();
       if (cancel) model->mail->cancel = 1;
-      ended = true;
-      if (is_stop(r, token))
-        result->stop_reason = MK_STOP_TOKEN;
-      else if (cancel)
-        result->stop_reason = MK_STOP_CANCELLED;
-      else if (i + 1 >= r.max_new_tokens)
-        result->stop_reason = MK_STOP_LENGTH;
-      else if (start_length + num_prompt + i >= model->context)
-        result->stop_reason = MK_STOP_CONTEXT;
-      else
-        ended = false;
-      if (i == 0 && !ended) {
+      const int32_t reason = reason_to_stop(model, r, end, i, token, cancel);
+      ended = reason >= 0;
+      if (ended) result->stop_reason = reason;
+      // Other processes cannot know that it was cancelled, and launch: see follow().
+      if (i == 0 && (!ended || (reason == MK_STOP_CANCELLED && !model->placement.alone() &&
+                                reason_to_stop(model, r, end, i, token, false) < 0))) {
         model->finish();
-        model->length += num_prompt;
+        model->length = end;
         if constexpr (kFastDecode)
           model->launch_decode<kFastDecode>(r.max_new_tokens - 1, 1, r);
         else
@@ -286,7 +333,7 @@ MK_EXPORT int32_t mk_generate(mk_model* model, const int32_t* prompt, int32_t nu
     }
     model->finish();
     // What the kernel ran beyond the token that ended it is forgotten: the cache keeps all but the last chosen token.
-    model->length = start_length + num_prompt + std::max(0, result->num_new_tokens - 1);
+    model->length = end + std::max(0, result->num_new_tokens - 1);
     return MK_OK;
   });
   if (result->num_new_tokens == 0) first = clock::now();
@@ -331,6 +378,7 @@ MK_EXPORT int32_t mk_trace(mk_model* model, const int32_t* tokens, int32_t count
     return fail(MK_ERR_ARGUMENT, "this kernel keeps no times; build the artifact again with --trace");
   *shape = trace_shape(count);
   if (!stamps) return MK_OK;
+  if (int32_t code = check_alone(model, "tracing")) return code;
   if (int32_t code = check_step(model, tokens, count)) return code;
   if (steps < 1) return fail(MK_ERR_ARGUMENT, "at least one step must be traced");
   if (std::max(count, steps + kTraceBefore) > model->context - model->length)

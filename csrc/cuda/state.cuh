@@ -95,13 +95,18 @@ struct RankState {
   DeviceArray<uint8_t> weights{m::blob_bytes};
   DeviceArray<uint8_t> kv{(size_t)kKvBytes};
   DeviceArray<float2> rope{(size_t)kMaxContext * (kRotary / 2)};
-  DeviceArray<uint8_t> work{places.bytes};
+  DeviceArray<uint8_t> work;
   StepParams params{};
 
-  RankState(const void* blob, int device);
+  // shared: other processes are going to write into its workspace.
+  RankState(const void* blob, int device, bool shared);
   int32_t* history() const { return (int32_t*)(work.get() + places.history); }
   float* logits() const { return (float*)(work.get() + places.logits); }
 };
+
+inline size_t shared_bytes(const Workspace& places) {
+  return (places.bytes + kSharedUnit - 1) / kSharedUnit * kSharedUnit;
+}
 
 // Ranks that share a device, and so a launch.
 struct DeviceRanks {
@@ -112,13 +117,13 @@ struct DeviceRanks {
 
 }  // namespace mk
 
-// What is said of one rank's memory is of rank 0's.
+// What is said of one rank's memory is of the first rank's here, which is rank 0 unless that is in another process.
 struct mk_model : mk::RankState {
   const int context;
   const double wait_limit_s;
   mk::HostMailbox mail;
   mk::HostStream stream;
-  std::vector<std::unique_ptr<mk::RankState>> others;   // ranks 1 and on
+  std::vector<std::unique_ptr<mk::RankState>> others;   // ranks after it
   std::vector<std::unique_ptr<mk::HostStream>> streams;  // of devices 1 and on
   std::vector<mk::DeviceRanks> devices;
   uint32_t epochs = 0;     // used in the exchange buffers of decode_kernel
@@ -131,9 +136,18 @@ struct mk_model : mk::RankState {
   std::unique_ptr<mk::DeviceArray<float>> taps;  // [kLayers][kMaxTokens][kHidden], once it was asked for
 
   const bool looped;  // there is one rank, of several, and it is its own peers
+  const mk::Placement placement;
+  std::vector<std::unique_ptr<mk::PeerMemory>> opened;  // of other processes, once they are connected
+  std::vector<uint8_t*> works;                          // of every rank its workspace; NULL where it is not opened
 
-  // per_device: ranks on each device. looped: of blobs there is one.
-  mk_model(const void* const* blobs, int per_device, int context, double wait_limit_s, bool looped);
+  // looped: of blobs there is one.
+  mk_model(const void* const* blobs, const mk::Placement& placement, int context, double wait_limit_s, bool looped);
+
+  void addresses(uint8_t* to);
+  void connect(const uint8_t* addresses);
+  void disconnect();
+  bool here(int rank) const { return rank >= placement.first && rank < placement.first + placement.count; }
+  bool connected() const { return placement.alone() || !opened.empty(); }
 
   // Puts a launch of the step kernel into the streams: `given` tokens, which lie in the history from position `length` on,
   // then new_tokens chosen ones, of which the host finds the first in the mailbox at `made`.
@@ -144,7 +158,7 @@ struct mk_model : mk::RankState {
   void launch_decode(int new_tokens, int made, const mk_request& request);
   // Waits for the streams. Throws what the kernels reported.
   void finish();
-  // Calls work(rank, its number, its stream) for every rank, on its device.
+  // Calls work(rank, its number, its stream) for every rank that is here, on its device.
   template <class Work>
   void each_rank(Work&& work);
   // Copies tokens to their positions behind `length`.
@@ -154,24 +168,33 @@ struct mk_model : mk::RankState {
                 "copying tokens to the GPU");
     });
   }
+  // When a rank gave up a wait, adds the reports of other processes to those of this one, and tells which rank it was; else -1.
+  int ask_others(std::vector<mk::Report>& reports);
+  // Waits until the ranks of other processes have ended the launch that finish() waited for here.
+  void await_others();
   // Copies the logits of a row of the last launch: every rank has those of its part of the vocabulary; where one is looped
   // back, the others' are 0.
   void copy_logits(int row, float* to);
   // Chosen token i, as soon as it is there; -1 when the kernel ended without it.
   int32_t await_token(int i);
+  // The same where rank 0 is in another process, which its mailbox tells: `count` places behind the prompt are marked before a
+  // launch, and after it hold the tokens that it chose, or -1.
+  void mark_tokens(int first, int count);
+  std::vector<int32_t> chosen_tokens(int first, int count);
 };
 
 template <class Work>
 void mk_model::each_rank(Work&& work) {
-  int rank = 0;
+  int rank = placement.first;
   for (const mk::DeviceRanks& d : devices) {
     if constexpr (mk::kRanks > 1) mk::check(cudaSetDevice(d.device), "turning to a GPU");
     for (mk::RankState* r : d.ranks) work(*r, rank++, d.stream);
   }
-  if constexpr (mk::kRanks > 1) mk::check(cudaSetDevice(0), "turning to the first GPU");
+  if constexpr (mk::kRanks > 1) mk::check(cudaSetDevice(device), "turning to the first GPU");
 }
 
-inline mk::RankState::RankState(const void* blob, int device) : device(device) {
+inline mk::RankState::RankState(const void* blob, int device, bool shared)
+    : device(device), work(shared ? shared_bytes(places) : places.bytes) {
   check(cudaMemcpy(weights.get(), blob, m::blob_bytes, cudaMemcpyHostToDevice), "copying the weights to the GPU");
   // Masked positions are multiplied by zero, so the cache must hold numbers.
   check(cudaMemset(kv.get(), 0, kKvBytes), "clearing the KV cache");
@@ -220,24 +243,29 @@ inline mk::RankState::RankState(const void* blob, int device) : device(device) {
   check(cudaDeviceSynchronize(), "setting the model up");
 }
 
-inline mk_model::mk_model(const void* const* blobs, int per_device, int context, double wait_limit_s, bool looped)
-    : RankState(blobs[0], 0), context(context), wait_limit_s(wait_limit_s), looped(looped) {
+inline mk_model::mk_model(const void* const* blobs, const mk::Placement& placement, int context, double wait_limit_s,
+                          bool looped)
+    : RankState(blobs[0], placement.device, !placement.alone()),
+      context(context),
+      wait_limit_s(wait_limit_s),
+      looped(looped),
+      placement(placement),
+      works(mk::kRanks) {
   using namespace mk;
-  devices.push_back({0, stream, {this}});
-  for (int r = 1; r < kRanks && !looped; r++) {
-    const int device = r / per_device;
-    check(cudaSetDevice(device), "turning to a GPU");
-    if (device == (int)devices.size()) {
+  devices.push_back({device, stream, {this}});
+  for (int r = 1; r < placement.count && !looped; r++) {
+    const int on = device + r / placement.per_device;
+    check(cudaSetDevice(on), "turning to a GPU");
+    if (on != devices.back().device) {
       streams.push_back(std::make_unique<HostStream>());
-      devices.push_back({device, *streams.back(), {}});
+      devices.push_back({on, *streams.back(), {}});
     }
-    others.push_back(std::make_unique<RankState>(blobs[r], device));
-    devices[device].ranks.push_back(others.back().get());
+    others.push_back(std::make_unique<RankState>(blobs[r], on, !placement.alone()));
+    devices.back().ranks.push_back(others.back().get());
   }
   if (devices.size() > 1) allow_peers((int)devices.size());
-  std::vector<RankState*> all;
-  each_rank([&](RankState& r, int, cudaStream_t) {
-    all.push_back(&r);
+  each_rank([&](RankState& r, int rank, cudaStream_t) {
+    works[rank] = r.work.get();
     r.params.mail = mail.device();
     r.params.wait_limit_ns = (uint64_t)(std::min(wait_limit_s, 1e9) * 1e9);
     r.params.max_length = context;
@@ -245,19 +273,19 @@ inline mk_model::mk_model(const void* const* blobs, int per_device, int context,
   if (looped)
     loop_back<RankState>(*this);
   else
-    connect(all);
+    each_rank([&](RankState& r, int rank, cudaStream_t) { mk::connect(r, rank, works); });
 }
 
 inline void mk_model::copy_logits(int row, float* to) {
   using namespace mk;
   if (looped) std::fill_n(to, kVocab, 0.f);
-  each_rank([&](RankState& r, int rank, cudaStream_t) {
+  for (int rank = 0; rank < kRanks; rank++) {
     const int first = std::min(kVocab, rank * kHeadRows), rows = std::min(kVocab, first + kHeadRows) - first;
-    if (rows)
-      check(cudaMemcpy(to + first, r.logits() + (size_t)row * kModelHeadRows + first, rows * sizeof(float),
-                       cudaMemcpyDeviceToHost),
+    if (rows && works[rank])
+      check(cudaMemcpy(to + first, (float*)(works[rank] + places.logits) + (size_t)row * kModelHeadRows + first,
+                       rows * sizeof(float), cudaMemcpyDeviceToHost),
             "copying logits from the GPU");
-  });
+  }
 }
 
 inline mk::Sampling sampling_of(const mk_request& r) {
@@ -298,7 +326,7 @@ inline void mk_model::launch(int given, int new_tokens, int made, int num_logits
                                       sizeof(StepShared), d.stream),
           "launching the kernel");
   }
-  if constexpr (kRanks > 1) check(cudaSetDevice(0), "turning to the first GPU");
+  if constexpr (kRanks > 1) check(cudaSetDevice(device), "turning to the first GPU");
 }
 
 template <bool kFast>
@@ -365,18 +393,22 @@ inline void mk_model::finish() {
         "copying the barrier's count from the GPU");
   check(cudaMemcpyAsync(&epochs, work.get() + places.epochs, sizeof epochs, cudaMemcpyDeviceToHost, stream),
         "copying the epochs from the GPU");
-  if constexpr (kExchangeFlags && kRanks > 1) {  // rank 1's to rank 0
-    check(cudaMemcpyAsync(&exchanges, work.get() + places.sent + sizeof(uint32_t), sizeof exchanges, cudaMemcpyDeviceToHost,
-                          stream),
+  if constexpr (kExchangeFlags && kRanks > 1) {  // another rank's to the first one here
+    const size_t other = placement.first == 0 ? 1 : 0;
+    check(cudaMemcpyAsync(&exchanges, work.get() + places.sent + other * sizeof(uint32_t), sizeof exchanges,
+                          cudaMemcpyDeviceToHost, stream),
           "copying the count of exchanges from the GPU");
   }
   for (const DeviceRanks& d : devices) check(cudaStreamSynchronize(d.stream), "running the kernel");
   exchanges /= kGrid;  // every block counts
+  const int gave_up = placement.alone() ? -1 : ask_others(reports);
   // A rank that waited for nobody else says more than those that waited for it.
   int first = -1;
   for (int rank = 0; rank < kRanks; rank++)
     if (reports[rank].expired && (first < 0 || (reports[first].peer && !reports[rank].peer))) first = rank;
   if (first >= 0) throw Failure(MK_ERR_TIMEOUT, describe(reports[first], wait_limit_s, first));
+  if (gave_up >= 0)
+    throw Failure(MK_ERR_TIMEOUT, "rank " + std::to_string(gave_up) + " gave up a wait; load the model again");
 }
 
 inline int32_t mk_model::await_token(int i) {

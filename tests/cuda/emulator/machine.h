@@ -111,6 +111,7 @@ void run_events();  // that are due in this turn
 // "function at file:line <- caller at file:line ...", through the functions that were inlined there.
 std::string source(const void* site);
 bool is_device_memory(const uint8_t* p);
+bool shares_memory();  // with another process
 // Of a device address that was accessed in vain: where it is beside the nearest allocation.
 std::string nearest_allocation(const uint8_t* p);
 

@@ -1,8 +1,10 @@
 // Device memory and what the emulated GPU says of itself.
+#include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <map>
 #include "machine.h"
 
@@ -11,6 +13,8 @@ namespace {
 struct Allocation {
   uint8_t* mapping;
   size_t mapped, bytes;
+  int file = -1;        // that holds it, once other processes may open it
+  bool theirs = false;  // another process's
 };
 std::map<uint8_t*, Allocation>& allocations() {
   static auto* all = new std::map<uint8_t*, Allocation>;
@@ -54,7 +58,61 @@ cudaError_t cudaMalloc(void** p, size_t bytes) {
 cudaError_t cudaFree(void* p) {
   if (!p) return cudaSuccess;
   auto at = allocations().find((uint8_t*)p);
-  if (at == allocations().end()) return cudaErrorInvalidValue;
+  if (at == allocations().end() || at->second.theirs) return cudaErrorInvalidValue;
+  munmap(at->second.mapping, at->second.mapped);
+  if (at->second.file >= 0) close(at->second.file);
+  allocations().erase(at);
+  return cudaSuccess;
+}
+
+// ---- memory of several processes ---------------------------------------------------------------------------------------
+// A handle names a file in memory, which its process keeps open. Mappings outlive that process.
+namespace {
+struct Handle {
+  uint32_t magic;
+  int pid, file;
+  uint64_t bytes;
+};
+constexpr uint32_t kHandle = 0x1BCED;
+}  // namespace
+
+cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle, void* p) {
+  constexpr size_t kWhole = 2 << 20;  // smaller allocations share a piece of memory on a GPU, and would be seen with it
+  auto at = allocations().find((uint8_t*)p);
+  if (at == allocations().end() || at->second.theirs || at->second.bytes % kWhole) return cudaErrorInvalidValue;
+  Allocation& a = at->second;
+  if (a.file < 0) {
+    const int file = memfd_create("emulated GPU", MFD_CLOEXEC);
+    if (file < 0 || ftruncate(file, (off_t)a.bytes) || pwrite(file, p, a.bytes, 0) != (ssize_t)a.bytes ||
+        mmap(p, a.bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, file, 0) == MAP_FAILED)
+      return cudaErrorMemoryAllocation;
+    a.file = file;
+  }
+  const Handle h{kHandle, getpid(), a.file, a.bytes};
+  memset(handle, 0, sizeof *handle);
+  memcpy(handle, &h, sizeof h);
+  return cudaSuccess;
+}
+cudaError_t cudaIpcOpenMemHandle(void** p, cudaIpcMemHandle_t handle, unsigned flags) {
+  Handle h;
+  memcpy(&h, &handle, sizeof h);
+  if (h.magic != kHandle || h.pid == getpid() || flags != cudaIpcMemLazyEnablePeerAccess) return cudaErrorInvalidValue;
+  const std::string name = "/proc/" + std::to_string(h.pid) + "/fd/" + std::to_string(h.file);
+  const int file = open(name.c_str(), O_RDWR | O_CLOEXEC);
+  if (file < 0) return cudaErrorMapBufferObjectFailed;
+  const size_t page = (size_t)sysconf(_SC_PAGESIZE), mapped = h.bytes + 2 * page;
+  uint8_t* base = (uint8_t*)mmap(nullptr, mapped, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  const bool failed = base == MAP_FAILED || mmap(base + page, h.bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, file,
+                                                 0) == MAP_FAILED;
+  close(file);
+  if (failed) return cudaErrorMapBufferObjectFailed;
+  *p = base + page;
+  allocations()[base + page] = {base, mapped, h.bytes, -1, true};
+  return cudaSuccess;
+}
+cudaError_t cudaIpcCloseMemHandle(void* p) {
+  auto at = allocations().find((uint8_t*)p);
+  if (at == allocations().end() || !at->second.theirs) return cudaErrorInvalidValue;
   munmap(at->second.mapping, at->second.mapped);
   allocations().erase(at);
   return cudaSuccess;
@@ -101,6 +159,7 @@ const char* cudaGetErrorName(cudaError_t e) {
     case cudaErrorInsufficientDriver: return "cudaErrorInsufficientDriver";
     case cudaErrorNoDevice: return "cudaErrorNoDevice";
     case cudaErrorNotReady: return "cudaErrorNotReady";
+    case cudaErrorMapBufferObjectFailed: return "cudaErrorMapBufferObjectFailed";
     case cudaErrorPeerAccessAlreadyEnabled: return "cudaErrorPeerAccessAlreadyEnabled";
     case cudaErrorCooperativeLaunchTooLarge: return "cudaErrorCooperativeLaunchTooLarge";
   }
@@ -119,6 +178,11 @@ bool is_device_memory(const uint8_t* p) {
   if (p >= at->first + at->second.bytes) return false;
   start = at->first, end = start + at->second.bytes, count = allocations().size();
   return true;
+}
+bool shares_memory() {
+  for (const auto& [start, a] : allocations())
+    if (a.theirs) return true;
+  return false;
 }
 std::string nearest_allocation(const uint8_t* p) {
   for (const auto& [start, a] : allocations())

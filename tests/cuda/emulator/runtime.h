@@ -15,12 +15,14 @@ enum cudaError_t {
   cudaErrorInsufficientDriver = 35,
   cudaErrorNoDevice = 100,
   cudaErrorNotReady = 600,
+  cudaErrorMapBufferObjectFailed = 205,
   cudaErrorPeerAccessAlreadyEnabled = 704,
   cudaErrorCooperativeLaunchTooLarge = 720,
 };
 enum cudaMemcpyKind { cudaMemcpyHostToDevice = 1, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
 enum { cudaStreamNonBlocking = 1 };
+enum { cudaIpcMemLazyEnablePeerAccess = 1 };
 enum { cudaHostAllocDefault, cudaHostAllocPortable, cudaHostAllocMapped };
 using cudaStream_t = struct EmulatedStream*;
 using cudaEvent_t = struct EmulatedEvent*;
@@ -30,6 +32,10 @@ struct cudaDeviceProp {
   size_t sharedMemPerBlockOptin, totalGlobalMem;
 };
 
+struct cudaIpcMemHandle_t {
+  char reserved[64];
+};
+
 EMULATOR_API cudaError_t cudaMalloc(void** p, size_t bytes);
 EMULATOR_API cudaError_t cudaFree(void* p);
 EMULATOR_API cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind);
@@ -37,6 +43,9 @@ EMULATOR_API cudaError_t cudaMemset(void* p, int value, size_t bytes);
 EMULATOR_API cudaError_t cudaGetDeviceCount(int* n);
 EMULATOR_API cudaError_t cudaGetDeviceProperties(cudaDeviceProp* d, int device);
 EMULATOR_API cudaError_t cudaMemGetInfo(size_t* free, size_t* total);
+EMULATOR_API cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle, void* p);
+EMULATOR_API cudaError_t cudaIpcOpenMemHandle(void** p, cudaIpcMemHandle_t handle, unsigned flags);
+EMULATOR_API cudaError_t cudaIpcCloseMemHandle(void* p);
 EMULATOR_API const char* cudaGetErrorString(cudaError_t);
 EMULATOR_API const char* cudaGetErrorName(cudaError_t);
 

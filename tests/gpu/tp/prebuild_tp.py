@@ -9,6 +9,7 @@ Needs nvcc. The kernels are those of the sources as they are now."""
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import subprocess
 import sys
@@ -67,6 +68,20 @@ def bench_recipe(folder: Path, tp: int, per_device: int) -> Path:
     return folder / "recipe.yaml"
 
 
+def launched_recipe(folder: Path) -> Path:
+    """A small artifact of two ranks that may share a GPU, random weights, no tokenizer."""
+    config = json.loads((BENCH.parent / "qwen3-30b-a3b.config.json").read_text())
+    config |= {"vocab_size": 1021, "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config |= {"num_key_value_heads": 2, "head_dim": 64, "num_experts": 8, "num_experts_per_tok": 2}
+    config |= {"moe_intermediate_size": 128, "intermediate_size": 512, "max_position_embeddings": 256}
+    (folder / "launched.config.json").write_text(json.dumps(config))
+    (folder / "launched.yaml").write_text(
+        "name: launched\nsource: {dummy: launched.config.json, seed: 0}\nquantise: {experts: nvfp4}\n"
+        "targets: [sm_90a]\nlimits: {context: 256}\nparallel: {tp: 2, per_device: 2}\n"
+    )
+    return folder / "launched.yaml"
+
+
 def bench_kernel(folder: Path, recipe: Path) -> Path:
     """The kernel of a recipe for sm_90a, compiled."""
     todo = planner.plan(recipe)
@@ -102,6 +117,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=folder) as work:
         shutil.rmtree(folder / "kernels", ignore_errors=True)
         Kernels(Path(work) / "kernels", None, emulated=False).keep(wanted, folder / "kernels")
+        place = Path(work) / "launched"
+        place.mkdir()
+        shutil.copyfile(bench_kernel(place, launched_recipe(place)), folder / "launched.so")
         for tp, each in sorted({(tp, on_each(tp, gpus)) for gpus in args.gpus for tp in (1, *RANKS)}):
             if args.small:
                 break

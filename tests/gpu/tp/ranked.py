@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +16,7 @@ from typing import Any
 import emulator
 import jobs
 import kernels
+import placed
 
 from mkpack import abi, bench, bench_rank, layout_cuda, loader, platform
 from mkpack import build as builder
@@ -47,6 +51,53 @@ def _generated(model: kernels.Model, prompt: Sequence[int], new: int, **request:
     made = model.generate(prompt, max_new_tokens=new, **request)
     assert made.code == abi.OK, made.error
     return made.tokens
+
+
+def placed_bits(
+    built: jobs.Built, prompt: Sequence[int], cuts: Sequence[int], new: int, devices: Sequence[int]
+) -> dict[str, Any]:
+    """What bits() finds, drawn tokens too, with a process for every one of `devices`; and the seconds it took."""
+    with placed.running(built.kernel, built, len(devices), devices) as parts:
+        start = time.monotonic()
+        found: dict[str, Any] = {"logits": placed.each(parts, "call", "run", prompt, cuts)[0].tobytes()}
+        for name, request in (("greedy", {}), ("drawn", {"temperature": 0.9, "top_p": 0.95, "seed": 7})):
+            placed.each(parts, "call", "truncate", 0)
+            answers = placed.each(parts, "call", "generate", prompt, max_new_tokens=new, **request)
+            for tokens, code, error, _ in answers:
+                assert code == abi.OK and tokens == answers[0][0], (code, error, answers)
+            found[name] = answers[0][0]
+        return {**found, "seconds": time.monotonic() - start}
+
+
+def placed_killed(
+    built: jobs.Built, prompt: Sequence[int], devices: Sequence[int], under_way: bool, wait_limit: float
+) -> tuple[int, str, float, tuple[int, str]]:
+    """The last process is killed while both generate, or before the first does so again: of what the first then says
+    (code, text), seconds, and (code, text) of its next call."""
+    with placed.running(built.kernel, built, len(devices), devices, wait_limit_s=wait_limit) as parts:
+        assert placed.each(parts, "many", 1, prompt, max_new_tokens=2) == [(abi.OK, "")] * len(parts)
+        for part in parts[: len(parts) if under_way else 1]:
+            part.ask("many", 10**6, prompt, max_new_tokens=40)
+        if under_way:
+            time.sleep(1)
+        parts[-1].end()
+        start = time.monotonic()
+        code, error = parts[0].answer(limit=4 * wait_limit + 20)
+        seconds = time.monotonic() - start
+        parts[0].ask("failed_step")
+        return code, error, seconds, parts[0].answer()
+
+
+def launched(artifact: Path, processes: int, emulated: int | None) -> dict[str, Any]:
+    """What answers.py finds in an artifact: in this process, or in those that torchrun starts."""
+    command = [sys.executable, str(Path(__file__).with_name("answers.py")), str(artifact), str(emulated or 0)]
+    if processes > 1:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+        command[1:1] = torchrun
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
 
 
 def stalled(built: jobs.Built, prompt: Sequence[int], spinner: Path | None, device: int, wait_limit: float) -> Any:
