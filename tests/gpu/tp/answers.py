@@ -37,6 +37,7 @@ def main(artifact: str, blocks: int) -> None:
             found["left"] = [next(tokens)]  # and cancelled
         with model.generate_tokens(prompt, max_new_tokens=new, temperature=0.0) as tokens:
             found["again"] = list(tokens) == found["greedy"]
+        found["experts"] = model.time_step(prompt[:3])[1]
         print(json.dumps(found), flush=True)
 
 

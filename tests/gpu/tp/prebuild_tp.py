@@ -37,6 +37,7 @@ MODELS = {
     "sigmoids, norms over all heads": (2, 4),
     "Muse Spark: dense layers, narrow experts, norms after, gates": (2, 4),
 }
+PLACED = "fp8, biases, windows"  # of them what test_processes.py runs, of two ranks
 BENCH = ROOT / "recipes" / "bench" / "qwen3-30b-a3b.yaml"
 # For eight ranks, a GPU each.
 MUSE = [ROOT / "recipes" / "bench" / f"muse-spark-816b-a42b{kind}.yaml" for kind in ("", "-fp8")]
@@ -109,11 +110,14 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--gpus", type=int, nargs="+", default=[1], choices=(1, 2, 4, 8), help="numbers of GPUs")
     parser.add_argument("--small", action="store_true", help="without kernels of recipes/bench, minutes each")
+    parser.add_argument("--processes", action="store_true", help="only what test_processes.py needs")
     args = parser.parse_args()
     folder: Path = args.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    compile_programs(folder)
-    wanted = {f"{key}, {gpus} GPUs": model for gpus in args.gpus for key, model in small_models(gpus)}
+    if not args.processes:
+        compile_programs(folder)
+    models = [(f"{key}, {gpus} GPUs", key, model) for gpus in args.gpus for key, model in small_models(gpus)]
+    wanted = {name: model for name, key, model in models if not args.processes or key == f"{PLACED}, 2 ranks"}
     with tempfile.TemporaryDirectory(dir=folder) as work:
         shutil.rmtree(folder / "kernels", ignore_errors=True)
         Kernels(Path(work) / "kernels", None, emulated=False).keep(wanted, folder / "kernels")
@@ -121,7 +125,7 @@ def main() -> None:
         place.mkdir()
         shutil.copyfile(bench_kernel(place, launched_recipe(place)), folder / "launched.so")
         for tp, each in sorted({(tp, on_each(tp, gpus)) for gpus in args.gpus for tp in (1, *RANKS)}):
-            if args.small:
+            if args.small or args.processes:
                 break
             place = Path(work) / f"{tp}-{each}"
             place.mkdir()
@@ -130,7 +134,7 @@ def main() -> None:
                 shutil.copyfile(made, folder / f"qwen3-{tp}-{each}.so")
             except UserError as e:  # more ranks on a GPU than its blocks can hold
                 print(f"{BENCH.name}, {tp} ranks, {each} a GPU: {e}")
-        for recipe in [] if args.small else MUSE:
+        for recipe in [] if args.small or args.processes else MUSE:
             place = Path(work) / recipe.stem
             place.mkdir()
             shutil.copyfile(bench_kernel(place, recipe), folder / f"{recipe.stem}.so")

@@ -7,12 +7,10 @@ import re
 
 import pytest
 from models import SMALL
-from prebuild_tp import bench_kernel, launched_recipe, on_each
+from prebuild_tp import PLACED, bench_kernel, launched_recipe, on_each
 from test_tp import EMULATED, made, run  # noqa: F401  (made is a fixture)
 
 from mkpack import abi, platform
-
-NAME = "fp8, biases, windows"
 
 
 @pytest.fixture(params=["one GPU", "a GPU each"])
@@ -27,11 +25,11 @@ def devices(request, gpus):
 
 @pytest.fixture
 def two(made, gpus):  # noqa: F811
-    return made(NAME, 2, on_each(2, gpus))
+    return made(PLACED, 2, on_each(2, gpus))
 
 
 def test_two_processes_give_the_bits_of_one(two, devices, rehearsal, row, say):
-    vocab = SMALL[NAME].layout.spec.vocab_size
+    vocab = SMALL[PLACED].layout.spec.vocab_size
     count, new = (6, 2) if rehearsal else (40, 16)
     prompt = [(7 * i * i + 3 * i + 1) % vocab for i in range(count)]
     one = run("bits", two, prompt, (1, 3), new, True, limit=120)
