@@ -16,6 +16,7 @@ from typing import Any
 import emulator
 import jobs
 import kernels
+import launched as launched_processes
 import placed
 
 from mkpack import abi, bench, bench_rank, layout_cuda, loader, platform
@@ -92,8 +93,9 @@ def launched(artifact: Path, processes: int, emulated: int | None) -> dict[str, 
     """What answers.py finds in an artifact: in this process, or in those that torchrun starts."""
     command = [sys.executable, str(Path(__file__).with_name("answers.py")), str(artifact), str(emulated or 0)]
     if processes > 1:
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-        command[1:1] = torchrun
+        # Without --standalone, which asks what this host is called: a machine without a network may not know.
+        port = ["--master-port", str(launched_processes.free_port())]
+        command[1:1] = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), *port]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = json.loads(done.stdout)
