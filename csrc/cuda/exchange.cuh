@@ -58,28 +58,28 @@ struct Exchange {
   const Peers<kRanks>& peers;
   uint32_t at;  // words before this image's copy
 
-  // Words i, i + 1, ... of the image, which this rank computed, to all peers. Word: uint32_t, uint2 or uint4, and i a
-  // multiple of its size. The peers are taken in turn from the next one on, so that not all send to the same.
+  // Words i, i + 1, ... of the image that begins at word `image`, which this rank computed, to all peers. Word: uint32_t, uint2
+  // or uint4, and i a multiple of its size. The peers are taken in turn from the next one on, so that not all send to the same.
   template <class Word>
-  __device__ __forceinline__ void put(uint32_t i, Word w) const {
+  __device__ __forceinline__ void put(uint32_t image, uint32_t i, Word w) const {
     w = sendable(w);
     if constexpr (Images::kLoops)
-      if (peers.loop != kNotLooped) return put_back(i, w);
-#pragma unroll
+      if (peers.loop != kNotLooped) return put_back(image, i, w);
+#pragma unroll 1
     for (int k = 1; k < kRanks; k++) {
       int peer = peers.rank + k;
       if (peer >= kRanks) peer -= kRanks;
-      store_peer(peers.words[peer] + at + i, w);
+      store_peer(peers.words[peer] + at + image + i, w);
     }
   }
   // The same looped back.
   template <class Word>
-  __device__ __forceinline__ void put_back(int i, Word w) const {
+  __device__ __forceinline__ void put_back(uint32_t image, uint32_t i, Word w) const {
     if (peers.loop == kMuted) return;
-    const ImagePlace place = Images::place(i);
+    const ImagePlace place = Images::place(image, i);
 #pragma unroll 1
     for (int k = 1, ahead = place.share; k < kRanks && place.at + ahead < place.row; k++, ahead += place.share)
-      store_peer(peers.words[0] + at + i + ahead, w);
+      store_peer(peers.words[0] + at + image + i + ahead, w);
   }
   // By flag: after a block's last put, by one thread that knows of all of them.
   __device__ __forceinline__ void sent() const {

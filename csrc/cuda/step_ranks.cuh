@@ -43,29 +43,29 @@ constexpr int kSentPairSquares = kDownUnits;  // and of every expert
 constexpr int kSentBest = 2 * kGrid, kSentCancel = 1, kSentLogits = kHeadRows;
 
 // Of every image its rows and what of them is a rank's, for one that is looped back: an image that is added must be here too, or
-// that rank waits in vain. Of the cancel word a row is rank 0's alone.
+// that rank waits in vain. Of the cancel word a row is rank 0's alone. The image is a constant wherever this is inlined.
 struct StepImages {
   static constexpr bool kLoops = true;
-  static MK_HD ImagePlace place(int i) {
-    const auto in_rows = [](int at, int row, int share) { return ImagePlace{at % row, row, share}; };
-    if (i < kImageMid) return in_rows(i - kImageAttention, kModelQRows / 2, kSentAttention);
-    if (i < kImageMidSquares) return in_rows(i - kImageMid, kHidden, kSentMid);
-    if (i < kImageSwiglu) return in_rows(i - kImageMidSquares, kModelUnits, kSentSquares);
-    if (i < kImageOut) return in_rows(i - kImageSwiglu, kMoeIntermediate / 2, kSentSwiglu);
-    if (i < kImageOutSquares) return in_rows(i - kImageOut, kHidden / 2, kSentOut);
-    if (i < kImageBest) return in_rows(i - kImageOutSquares, kModelUnits, kSentSquares);
-    if (i < kImageCancel) return in_rows(i - kImageBest, 2 * kBests, kSentBest);
-    if (i < kImageLogits) return in_rows(i - kImageCancel, 4, 4);
-    if (i < kImageQk) return in_rows(i - kImageLogits, kModelHeadRows, kSentLogits);
-    if (i < kImageBranch) return in_rows(i - kImageQk, kModelQkUnits, kSentQk);
-    if (i < kImageNarrow) return in_rows(i - kImageBranch, kModelUnits, kSentSquares);
+  static MK_HD ImagePlace place(int image, int i) {
+    const auto in_rows = [&](int row, int share) { return ImagePlace{i % row, row, share}; };
+    if (image < kImageMid) return in_rows(kModelQRows / 2, kSentAttention);
+    if (image < kImageMidSquares) return in_rows(kHidden, kSentMid);
+    if (image < kImageSwiglu) return in_rows(kModelUnits, kSentSquares);
+    if (image < kImageOut) return in_rows(kMoeIntermediate / 2, kSentSwiglu);
+    if (image < kImageOutSquares) return in_rows(kHidden / 2, kSentOut);
+    if (image < kImageBest) return in_rows(kModelUnits, kSentSquares);
+    if (image < kImageCancel) return in_rows(2 * kBests, kSentBest);
+    if (image < kImageLogits) return in_rows(4, 4);
+    if (image < kImageQk) return in_rows(kModelHeadRows, kSentLogits);
+    if (kQkWhole && image < kImageBranch) return in_rows(kModelQkUnits, kSentQk);
+    if (kSandwich && image < kImageNarrow) return in_rows(kModelUnits, kSentSquares);
     if constexpr (kNarrow) {
-      if (i < kImageMixed) return in_rows(i - kImageNarrow, kNarrowHidden / 2, kSentNarrow);
-      if (i < kImageNarrowSquares) return in_rows(i - kImageMixed, kNarrowHidden / 2, kSentMixed);
-      if (i < kImagePairSquares) return in_rows(i - kImageNarrowSquares, kModelPreUnits, kSentNarrowSquares);
-      if (i < kImageDense) return in_rows(i - kImagePairSquares, kModelDownUnits, kSentPairSquares);
+      if (image < kImageMixed) return in_rows(kNarrowHidden / 2, kSentNarrow);
+      if (image < kImageNarrowSquares) return in_rows(kNarrowHidden / 2, kSentMixed);
+      if (image < kImagePairSquares) return in_rows(kModelPreUnits, kSentNarrowSquares);
+      if (image < kImageDense) return in_rows(kModelDownUnits, kSentPairSquares);
     }
-    return in_rows(i - kImageDense, kHasDense ? kDenseIntermediate / 2 : 1, kSentDense);
+    return in_rows(kHasDense ? kDenseIntermediate / 2 : 1, kSentDense);
   }
 };
 
@@ -118,12 +118,12 @@ __device__ __forceinline__ void take_items(const Block& b, int at, int count, Ow
 template <class Block>
 __device__ __forceinline__ void put_float(const Block& b, float* to, int image, int at, float value) {
   to[at] = value;
-  if constexpr (kRanks > 1) exchange_of(b).put(image + at, __float_as_uint(value));
+  if constexpr (kRanks > 1) exchange_of(b).put(image, at, __float_as_uint(value));
 }
 template <class Block>
 __device__ __forceinline__ void put_two(const Block& b, uint16_t* to, int image, int at, uint32_t two) {
   *(uint32_t*)(to + at) = two;
-  if constexpr (kRanks > 1) exchange_of(b).put(image + at / 2, two);
+  if constexpr (kRanks > 1) exchange_of(b).put(image, at / 2, two);
 }
 // Of such an array [rows][kColumns], a rank's share of whose columns is kShare, what the peers put.
 template <int kColumns, int kShare, class Block>
@@ -192,9 +192,9 @@ __device__ __forceinline__ void share_hidden(const Block& b, const float* norm, 
     *(uint2*)(b.p.hidden + at) = rounded;
     if constexpr (kMid) {
       *(float4*)(b.p.router_input + at) = y;
-      x.put(kImageMid + at, uint4{__float_as_uint(y.x), __float_as_uint(y.y), __float_as_uint(y.z), __float_as_uint(y.w)});
+      x.put(kImageMid, at, uint4{__float_as_uint(y.x), __float_as_uint(y.y), __float_as_uint(y.z), __float_as_uint(y.w)});
     } else {
-      x.put(kImageOut + at / 2, rounded);
+      x.put(kImageOut, at / 2, rounded);
     }
   }
   for (int i = b.tid; i < b.tokens() * b.units(); i += kTeam) {
@@ -246,8 +246,8 @@ __device__ __forceinline__ void share_best(const Block& b) {
   if (b.tid == 0) {
     const int at = b.rank() * kGrid + b.sm();
     const float2 best = __ldcg(last + at);
-    x.put(kImageBest + 2 * at, uint2{__float_as_uint(best.x), __float_as_uint(best.y)});
-    if (b.sm() == 0 && b.rank() == 0) x.put(kImageCancel, (uint32_t)b.p.shared_token[1]);
+    x.put(kImageBest, 2 * at, uint2{__float_as_uint(best.x), __float_as_uint(best.y)});
+    if (b.sm() == 0 && b.rank() == 0) x.put(kImageCancel, 0, (uint32_t)b.p.shared_token[1]);
   }
   begin_takes(b);
   take_items<uint2>(
@@ -263,7 +263,7 @@ __device__ __forceinline__ void share_logits(const Block& b, float* logits) {
   const auto x = exchange_of(b);
   for (int i = b.tid + kTeam * b.sm(); i < kHeadRows / 4; i += kTeam * kGrid) {
     const int at = b.rank() * kHeadRows + 4 * i;
-    x.put(kImageLogits + at, __ldcg((const uint4*)(logits + at)));
+    x.put(kImageLogits, at, __ldcg((const uint4*)(logits + at)));
   }
   begin_takes(b);
   take_items<uint4>(

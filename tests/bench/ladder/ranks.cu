@@ -65,12 +65,12 @@ __global__ void __launch_bounds__(kThreadsEach, 1) exchange_ranks(Params<kRanks>
       const int at = rank * share + i;
       const uint4 w = {pattern(round, at), pattern(round, at + 1), pattern(round, at + 2), pattern(round, at + 3)};
       if (i / 4 % 3 == 0) {
-        exchange.put(at, w);
+        exchange.put(0, at, w);
       } else if (i / 4 % 3 == 1) {
-        exchange.put(at, uint2{w.x, w.y});
-        exchange.put(at + 2, uint2{w.z, w.w});
+        exchange.put(0, at, uint2{w.x, w.y});
+        exchange.put(0, at + 2, uint2{w.z, w.w});
       } else {
-        exchange.put(at, w.x), exchange.put(at + 1, w.y), exchange.put(at + 2, w.z), exchange.put(at + 3, w.w);
+        exchange.put(0, at, w.x), exchange.put(0, at + 1, w.y), exchange.put(0, at + 2, w.z), exchange.put(0, at + 3, w.w);
       }
       result[at] = sendable(w.x), result[at + 1] = sendable(w.y);
       result[at + 2] = sendable(w.z), result[at + 3] = sendable(w.w);
