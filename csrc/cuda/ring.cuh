@@ -70,13 +70,17 @@ struct RankWatch : BlockWatch {
   const volatile int32_t* awaited = nullptr;
   bool told = false;
   __device__ __forceinline__ void tick() {
-    look([&] { return *awaited ? limit_ns : limit_ns + limit_ns / 16; });
+    int32_t peer = 0;  // read before the consumers hear of it and leave their waits
+    look([&] {
+      peer = *awaited;
+      return peer ? limit_ns : limit_ns + limit_ns / 16;
+    });
     if (ticks % 32 != 1 || told) return;
     const volatile uint32_t& abandoned = report->abandoned;
     if (abandoned) expired = 1;
     told = expired;
     if (!told || report->sm != (uint32_t)sm) return;
-    report->peer = (uint32_t)*awaited;  // also where another rank gave up at the same moment
+    report->peer = (uint32_t)peer;  // also where another rank gave up at the same moment
     if (abandoned) return;
     for (int k = 0; k < kRanks; k++)
       if (k != rank) store_peer(&reports[k]->abandoned, (uint32_t)rank + 1);
