@@ -1,9 +1,9 @@
 // q/k norm, RoPE, KV write, attention over this SM's share of the cache, combination of the shares.
 //
 // kKvHeads x splits SMs take part, each with one KV head and the tiles of 16 positions t = split, split + splits, ...; a
-// position is therefore written and read by the same SM, except when the number of splits grows (decode_token). Scores:
-// every warp takes 8 positions (K), then all warps meet and each takes 8 of the 128 head dimensions over all tiles (V), so
-// the outputs need no sum across warps.
+// position is therefore written and read by the same SM, except when the number of splits grows (decode_token). For
+// scores and weights every warp takes 8 positions (K), then all warps meet and each takes 8 of the 128 head dimensions
+// over all tiles (V), so the outputs need no sum across warps.
 // The first 8 tiles are loaded into registers before q arrives; more would spill.
 #pragma once
 #include "decode_tiles.cuh"
@@ -58,23 +58,13 @@ __device__ __forceinline__ void write_cache(const DecodeBlock& b, int kv_head) {
     for (int i = 0; i < 4; i++) *(uint16_t*)(tile + kTileBytes + v_offset(b.position, d + i)) = b.s.v_new[d + i];
 }
 
-// The newest position's k and v may not have reached the cache when the tiles were loaded: take them from shared
-// memory.
-__device__ __forceinline__ void patch_newest(const DecodeBlock& b, int first, int newest, Attention& r) {
+// The newest position's k and v may not have reached the cache when the tiles were loaded: its k is taken from shared
+// memory here, its v where the weighted values are summed up.
+__device__ __forceinline__ void patch_newest_key(const DecodeBlock& b, int first, int newest, Attention& r) {
   const int p = b.position % kTile, g = b.lane >> 2, t = b.lane & 3;
   if (first + b.warp / 2 == newest && b.warp % 2 == p / 8 && g == p % 8) {
 #pragma unroll
     for (int i = 0; i < 4; i++) r.k[i] = *(const uint4*)&b.s.k_new[32 * i + 8 * t];
-  }
-  if (t == p / 4) {
-    const uint32_t v = b.s.v_new[8 * b.warp + g];
-#pragma unroll
-    for (int i = 0; i < kScoreTiles; i++)
-      if (first + i == newest) {
-        const uint32_t old = p % 4 < 2 ? r.v[i].x : r.v[i].y;
-        const uint32_t patched = p % 2 ? (old & 0xFFFFu) | v << 16 : (old & 0xFFFF0000u) | v;
-        r.v[i] = p % 4 < 2 ? make_uint2(patched, r.v[i].y) : make_uint2(r.v[i].x, patched);
-      }
   }
 }
 
@@ -95,55 +85,77 @@ __device__ __forceinline__ void decode_attention(DecodeBlock& b, Attention& r) {
 #pragma unroll
   for (int i = 0; i < 4; i++) q[i] = *(const uint4*)&b.s.q[g][32 * i + 8 * t];
   constexpr float kScale = 0.08838834764831845f * 1.4426950408889634f;  // 1 / sqrt(128), and exponents of two
-  float out[4] = {}, top = -INFINITY, sum = 0;
+  float out[4] = {}, out2[4] = {}, top = -INFINITY, sum = 0;  // of out2 rows 8 .. 15 count
   for (int first = 0; first < count || first == 0; first += kScoreTiles) {
     if (first) load_tiles(b, r, first);
-    patch_newest(b, first, newest, r);
+    patch_newest_key(b, first, newest, r);
     float acc[4] = {}, acc2[4] = {};
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      mma_bf16(acc, q[i].x, 0, q[i].y, 0, r.k[i].x, r.k[i].y);
-      mma_bf16(acc2, q[i].z, 0, q[i].w, 0, r.k[i].z, r.k[i].w);
+      mma_bf16(acc, q[i].x, q[i].y, q[i].z, q[i].w, r.k[i].x, r.k[i].z);  // rows 0 .. 7 count
+      mma_bf16(acc2, q[i].x, q[i].y, q[i].z, q[i].w, r.k[i].y, r.k[i].w);  // rows 8 .. 15
     }
-    const int local = first + b.warp / 2, p0 = ((local << log_splits) + split) * kTile + 8 * (b.warp % 2) + 2 * t;
-    const float s0 = local < count && p0 <= b.position ? (acc[0] + acc2[0]) * kScale : -INFINITY;
-    const float s1 = local < count && p0 + 1 <= b.position ? (acc[1] + acc2[1]) * kScale : -INFINITY;
-    *(float2*)&b.s.scores[g][8 * b.warp + 2 * t] = make_float2(s0, s1);
+    // A warp weighs its positions by itself, with the power of two above its own largest score: what brings all warps
+    // to one scale is then a power of two too, and exact.
+    const int p0 = ((first + b.warp / 2 << log_splits) + split) * kTile + 8 * (b.warp % 2) + 2 * t;
+    const float s0 = p0 <= b.position ? (acc[0] + acc2[2]) * kScale : -INFINITY;
+    const float s1 = p0 + 1 <= b.position ? (acc[1] + acc2[3]) * kScale : -INFINITY;
     float warp_top = fmaxf(s0, s1);
     warp_top = fmaxf(warp_top, __shfl_xor_sync(~0u, warp_top, 1));
-    warp_top = fmaxf(warp_top, __shfl_xor_sync(~0u, warp_top, 2));
-    if (t == 0) b.s.score_max[b.warp][g] = warp_top;
+    warp_top = ceilf(fmaxf(warp_top, __shfl_xor_sync(~0u, warp_top, 2)));
+    const float base = warp_top == -INFINITY ? 0.f : warp_top;
+    const uint32_t weights = pack_bf16x2(exp2_approx(s0 - base), exp2_approx(s1 - base));
+    // The newest position's weight goes apart, as its v is not in the registers.
+    const bool newest0 = p0 == b.position, newest1 = p0 + 1 == b.position;
+    b.s.weights[g][16 * (b.warp / 4) + 8 * (b.warp % 2) + 4 * (t / 2) + 2 * (t % 2) + b.warp / 2 % 2] =
+        newest0 ? 0 : newest1 ? weights & 0xFFFFu : weights;
+    if (newest0 || newest1) b.s.newest_weight[g] = newest0 ? bf16_low(weights) : bf16_high(weights);
+    float warp_sum = bf16_low(weights) + bf16_high(weights);
+    warp_sum += __shfl_xor_sync(~0u, warp_sum, 1);
+    warp_sum += __shfl_xor_sync(~0u, warp_sum, 2);
+    if (t == 0) b.s.weight_scale[b.warp][g] = make_float2(warp_top, warp_sum);
     team_sync<kTeam>();
-    float next = top;
-#pragma unroll
-    for (int w = 0; w < kWarps / 4; w++) next = fmaxf(next, b.s.score_max[4 * w + t][g]);
-    next = fmaxf(next, __shfl_xor_sync(~0u, next, 1));
-    next = fmaxf(next, __shfl_xor_sync(~0u, next, 2));
-    const float shrink = top == next ? 1.f : exp2_approx(top - next), offset = next == -INFINITY ? 0.f : next;
-    out[0] *= shrink, out[1] *= shrink, sum *= shrink;
-    top = next;
+    float factor[kScoreTiles], next = top;  // of this lane's half of every tile
 #pragma unroll
     for (int i = 0; i < kScoreTiles; i++) {
-      if (first + i >= count) break;
-      float4 s = *(const float4*)&b.s.scores[g][i * kTile + 4 * t];
-      uint32_t lo = pack_bf16x2(exp2_approx(s.x - offset), exp2_approx(s.y - offset));
-      uint32_t hi = pack_bf16x2(exp2_approx(s.z - offset), exp2_approx(s.w - offset));
-      sum += (bf16_low(lo) + bf16_high(lo)) + (bf16_low(hi) + bf16_high(hi));
-      mma_bf16(out, lo, 0, hi, 0, r.v[i].x, r.v[i].y);
+      factor[i] = b.s.weight_scale[2 * i + t / 2][g].x;
+      next = fmaxf(next, factor[i]);
     }
-    if (first + kScoreTiles < count) team_sync<kTeam>();  // the next chunk overwrites the scores
+    next = fmaxf(next, __shfl_xor_sync(~0u, next, 2));
+    const float offset = next == -INFINITY ? 0.f : next, shrink = exp2_approx(top - offset);
+    top = next;
+#pragma unroll
+    for (int i = 0; i < kScoreTiles; i++) factor[i] = exp2_approx(factor[i] - offset);
+    if (b.warp == 0) {  // the one that publishes it
+      sum *= shrink;
+#pragma unroll
+      for (int i = 0; i < kScoreTiles; i++) sum += b.s.weight_scale[2 * i + t / 2][g].y * factor[i];
+    }
+    out[0] *= shrink, out[1] *= shrink, out2[2] *= shrink, out2[3] *= shrink;
+#pragma unroll
+    for (int i = 0; i < kScoreTiles; i += 2) {  // rows 0 .. 7 of the MMA are one tile, rows 8 .. 15 the next
+      if (first + i >= count) break;
+      uint4 w = *(const uint4*)&b.s.weights[g][8 * i + 4 * t];
+      const uint32_t f0 = pack_bf16x2(factor[i], factor[i]), f1 = pack_bf16x2(factor[i + 1], factor[i + 1]);
+      w = make_uint4(mul_bf16x2(w.x, f0), mul_bf16x2(w.y, f1), mul_bf16x2(w.z, f0), mul_bf16x2(w.w, f1));
+      mma_bf16(out, w.x, w.y, w.z, w.w, r.v[i].x, r.v[i].y);
+      mma_bf16(out2, w.x, w.y, w.z, w.w, r.v[i + 1].x, r.v[i + 1].y);
+    }
+    if (first <= newest && newest < first + kScoreTiles) {
+      const int w = 2 * (newest - first) + b.position % kTile / 8;
+      const uint32_t v = *(const uint32_t*)&b.s.v_new[8 * b.warp + 2 * t];
+      const float f = b.s.newest_weight[g] * exp2_approx(b.s.weight_scale[w][g].x - offset);
+      out[0] += f * bf16_low(v), out[1] += f * bf16_high(v);
+    }
+    if (first + kScoreTiles < count) team_sync<kTeam>();  // the next chunk overwrites the weights
   }
-  sum += __shfl_xor_sync(~0u, sum, 1);
-  sum += __shfl_xor_sync(~0u, sum, 2);
   b.stamp<kDebug>(kPhaseAttention, 2);
   const int mine = kXPartial + r.unit * kPartialWords;
-  if (kGroup == 8 || g < kGroup) {  // the other rows of the MMA hold nothing
-    b.publish(mine + g * kHeadDim + 8 * b.warp + 2 * t, out[0]);
-    b.publish(mine + g * kHeadDim + 8 * b.warp + 2 * t + 1, out[1]);
-  }
-  if (b.warp == 0 && t == 0 && (kGroup == 8 || g < kGroup)) {
-    b.publish(mine + kGroup * kHeadDim + 2 * g, top);
-    b.publish(mine + kGroup * kHeadDim + 2 * g + 1, sum);
+  if (kGroup == 8 || g < kGroup)  // the other rows of the MMA hold nothing
+    b.publish(mine + g * kHeadDim + 8 * b.warp + 2 * t, out[0] + out2[2], out[1] + out2[3]);
+  if (b.warp == 0) {
+    sum += __shfl_xor_sync(~0u, sum, 2);
+    if (t == 0 && (kGroup == 8 || g < kGroup)) b.publish(mine + kGroup * kHeadDim + 2 * g, top, sum);
   }
   if (owns_position) write_cache(b, kv_head);
   b.stamp<kDebug>(kPhaseAttention, 3);

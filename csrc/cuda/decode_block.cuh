@@ -75,7 +75,7 @@ constexpr bool splits_fit(int log_splits) { return kKvHeads << log_splits <= (kG
 
 constexpr int kExpertSlots = 4, kDenseSlots = 8;
 constexpr int kScoreTiles = 8;  // tiles of one attention chunk: half a tile a warp
-constexpr int kScoreStride = kScoreTiles * kTile + 4;
+constexpr int kWeightStride = kScoreTiles * kTile / 2 + 16;  // words; the four lanes of two rows lie in different banks
 constexpr int kDecodeQStride = kHeadDim + 32;  // bf16; two rows then lie in different banks
 constexpr int kPrefetchTiles = 32;  // of the KV cache, an SM and layer
 constexpr int kHeadChunk = 8;       // row units between two reductions of the head
@@ -89,13 +89,16 @@ struct alignas(128) DecodeShared {
   uint32_t x[kWarps][192];  // bf16 x 2: every warp's own columns of the phase's input
   union {
     float big[kWarps][kBigStride];  // partial sums of QKV, gate/up and the head
-    float scores[8][kScoreStride];
+    // Of the positions of one attention chunk, bf16 x 2: a lane's MMA operands for two tiles are 16 bytes.
+    alignas(16) uint32_t weights[8][kWeightStride];
   };
   float small[kWarps][kSmallStride];  // of the output projection and down: phases alternate between the two, so one
                                       // barrier a phase is enough
   uint16_t q[8][kDecodeQStride], k_new[kHeadDim], v_new[kHeadDim];
-  float score_max[kWarps][8];
+  float newest_weight[8];
+  float2 weight_scale[kWarps][8];  // of every warp's positions: exponent of the power of two that they lack, their sum
   alignas(16) float squares[2][kWarps];  // sums of squares of QKV's and of the router's input
+  alignas(16) uint32_t zeros[8];  // what most lanes give to the MMAs of experts
   float residual[kOwnedRows];
   float router_dot[kWarps];  // of this SM's router row with every warp's columns
   // Of the chosen experts, two layers in turn, written by the expert producer before the last gate/up page is issued.
@@ -151,6 +154,11 @@ struct DecodeBlock {
     return exchange(offset + sm % kCopies * words, back);
   }
   __device__ __forceinline__ void publish(int offset, float v) const { publish(offset, __float_as_uint(v)); }
+  // Two neighbouring words, the first at an even place.
+  __device__ __forceinline__ void publish(int offset, float v, float w) const {
+    const uint64_t high = (uint64_t)epoch << 32;
+    store_relaxed_2(exchange(offset), __float_as_uint(v) | high, __float_as_uint(w) | high);
+  }
   __device__ __forceinline__ bool fresh(uint64_t word, uint32_t back = 0) const {
     return (uint32_t)(word >> 32) == epoch - back;
   }

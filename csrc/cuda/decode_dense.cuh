@@ -67,10 +67,10 @@ __device__ __forceinline__ void dense_unit(const DecodeBlock& b, DenseRing& ring
     } else {
       mma_bf16_page(acc, w[h][0], w[h][1], x[h][0], x[h][1]);
     }
-  if (b.lane < 4) {  // token 0 is the MMA's row 0
+  if (b.lane < 4) {  // token 0 is the MMA's rows 0 and 8
     float* out = &part[b.warp][8 * unit + 2 * b.lane];
-    out[0] = acc[0][0] + acc[1][0];
-    out[1] = acc[0][1] + acc[1][1];
+    out[0] = acc[0][0] + acc[1][2];
+    out[1] = acc[0][1] + acc[1][3];
   }
 }
 

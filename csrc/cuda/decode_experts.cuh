@@ -6,6 +6,11 @@
 
 namespace mk {
 
+// The 32 bytes that this lane gives to the MMAs of chunk c (0 or 1): its own columns, or zeros.
+__device__ __forceinline__ const uint32_t* alone_operand(const DecodeBlock& b, int c, const uint32_t* own) {
+  return (b.lane >> 2) == 4 * c + (b.lane & 3) ? own : b.s.zeros;
+}
+
 // Router and gate/up share their input: a warp's columns are one sixteenth of all, neighbours, four a lane (or two where
 // the hidden size is 1024). SM e multiplies them with router row e. Leaves the MMA operands of gate/up in x.
 template <bool kDebug>
@@ -39,7 +44,7 @@ __device__ __forceinline__ void decode_router(DecodeBlock& b, uint4 (&x)[2 * kHi
     const float a0 = word_float(v[i].x), a1 = word_float(v[i].y), b0 = a0 * g[i].x, b1 = a1 * g[i].y;
     dot += b0 * bf16_low(r[i]) + b1 * bf16_high(r[i]);
     squares += a0 * a0 + a1 * a1;
-    ((uint32_t*)&in)[i] = pack_bf16x2(b0, b1);
+    ((uint32_t*)&in)[i] = pack_bf16x2(b0 * kAloneInput, b1 * kAloneInput);
   }
   if (b.sm < kExperts) {
     dot = warp_sum(dot);
@@ -53,7 +58,11 @@ __device__ __forceinline__ void decode_router(DecodeBlock& b, uint4 (&x)[2 * kHi
   __syncwarp();
   // chunk c of this warp: columns 64 c + 16 t .. + 15
 #pragma unroll
-  for (int i = 0; i < 2 * kPairs; i++) x[i] = *(const uint4*)&b.s.x[b.warp][32 * (i / 2) + 8 * (b.lane & 3) + 4 * (i % 2)];
+  for (int c = 0; c < kPairs; c++) {
+    const uint32_t* operand = alone_operand(b, c, &b.s.x[b.warp][32 * c + 8 * (b.lane & 3)]);
+    x[2 * c] = *(const uint4*)operand;
+    x[2 * c + 1] = *(const uint4*)(operand + 4);
+  }
   b.stamp<kDebug>(kPhaseRouter, 1);
   b.stamp<kDebug>(kPhaseRouter, 3);
 }
@@ -63,37 +72,37 @@ __device__ __forceinline__ void decode_pair(DecodeBlock& b, ExpertRing& ring, co
   b.stamp<kDebug>(kPhasePair, 0);
   const int u0 = first_item(kTokenPairUnits, b.sm), units = first_item(kTokenPairUnits, b.sm + 1) - u0;
   chosen_wait<kTeam + 32>();
+  const int g = b.lane >> 2, t = b.lane & 3;
 #pragma unroll 1
   for (int u = 0; u < units; u++) {
-    float acc[4] = {};
     ring.wait_full();
     if (u == 0) b.stamp<kDebug>(kPhasePair, 1);
     const uint8_t* page = b.s.expert[ring.slot()];
     const uint4* codes = (const uint4*)page + 32 * kHiddenParts * b.warp + b.lane;
-    const uint16_t* scales = (const uint16_t*)(page + kHidden / 64 * 512) + 32 * kHiddenParts * b.warp + b.lane;
+    const uint8_t* scales = page + kHidden / 64 * 512 + 64 * kHiddenParts * b.warp + 8 * g + 4 * (t % 2);
     uint4 q[kHiddenParts];
-    uint32_t s[kHiddenParts], loaded = 0;
+    const uint32_t s = *(const uint32_t*)(scales + (kHiddenParts == 2 ? 64 * (t / 2) : 0));
+    uint32_t loaded = s;
 #pragma unroll
-    for (int c = 0; c < kHiddenParts; c++) q[c] = codes[32 * c], s[c] = scales[32 * c], loaded |= q[c].w | s[c];
+    for (int c = 0; c < kHiddenParts; c++) q[c] = codes[32 * c], loaded |= q[c].w;
     ring.release(loaded, b.zero, b.lane);
-#pragma unroll
-    for (int c = 0; c < kHiddenParts; c++) mma_nvfp4_chunk(acc, q[c], s[c], x[2 * c], x[2 * c + 1]);
-    if ((b.lane & 3) == 0) {  // token 0 is the MMA's column 0
-      b.s.big[b.warp][16 * u + (b.lane >> 2)] = acc[0];
-      b.s.big[b.warp][16 * u + 8 + (b.lane >> 2)] = acc[2];
-    }
+    float sum[2] = {};
+    mma_nvfp4_alone<kHiddenParts>(sum, q, s, x);
+    const float row = sum_alone(sum, t);
+    if (t < 2) b.s.big[b.warp][16 * u + 8 * t + g] = row;
   }
   b.stamp<kDebug>(kPhasePair, 2);
   team_sync<kTeam>();
   if (b.warp < units) {  // warp u finishes tile u
     const int unit = u0 + b.warp, slot = unit / kPairUnits, pair = b.lane & 7;
     const float2 scales = *(const float2*)&b.s.expert_scale[b.epoch & 1][slot];
-    const float rms = kNvfp4Scale * inverse_rms(b.s.squares[1]);
+    const float rms = kAloneSum * inverse_rms(b.s.squares[1]);
     float gate = sum_partials(b.s.big, 16 * b.warp + pair, b.lane >> 3) * (scales.x * rms);
     float up = sum_partials(b.s.big, 16 * b.warp + 8 + pair, b.lane >> 3) * (scales.y * rms);
     float h = __fdividef(gate, 1.f + __expf(-gate)) * up, next = __shfl_down_sync(~0u, h, 1);
     int row = slot * kMoeIntermediate + (unit % kPairUnits) * 8 + pair;
-    if (pair % 2 == 0) b.publish(kXExperts + (b.lane >> 3) * kExpertWords + row / 2, pack_bf16x2(h, next));
+    const uint32_t input = pack_bf16x2(h * kAloneInput, next * kAloneInput);  // of down
+    if (pair % 2 == 0) b.publish(kXExperts + (b.lane >> 3) * kExpertWords + row / 2, input);
     if (b.lane < 8) b.dump<kDebug>(kDumpExperts + row, h);
   }
   b.stamp<kDebug>(kPhasePair, 3);
@@ -115,7 +124,7 @@ __device__ __forceinline__ void decode_down(DecodeBlock& b, ExpertRing& ring) {
 #pragma unroll
   for (int i = 1; i < kTopK; i *= 2) sum += __shfl_xor_sync(~0u, sum, i);
   const float scale =
-      __fdividef(__shfl_sync(~0u, weight, slot), sum) * kNvfp4Scale * b.s.expert_scale[b.epoch & 1][slot].z;
+      __fdividef(__shfl_sync(~0u, weight, slot), sum) * kAloneSum * b.s.expert_scale[b.epoch & 1][slot].z;
   ulonglong2 v[kPairs];
   b.wait([&] {
     bool ready = true;
@@ -136,25 +145,27 @@ __device__ __forceinline__ void decode_down(DecodeBlock& b, ExpertRing& ring) {
   mine.wait_full();
   const uint8_t* tile = b.s.expert[mine.slot()] + slot % 2 * kDownTileBytes;
   const uint4* codes = (const uint4*)tile + half * kChunks * 32 + b.lane;
-  const uint16_t* scales = (const uint16_t*)(tile + kMoeIntermediate / 64 * 512) + half * kChunks * 32 + b.lane;
-  const uint32_t* xs = &b.s.x[b.warp][8 * (b.lane & 3)];
-  float acc[2][4] = {};
+  const int g = b.lane >> 2, t = b.lane & 3;
+  const uint8_t* scales = tile + kMoeIntermediate / 64 * 512 + 64 * (half * kChunks + t / 2) + 8 * g + 4 * (t % 2);
+  // Of two chunks this lane's columns are in one at most.
+  const uint32_t* x0 = alone_operand(b, 0, &b.s.x[b.warp][8 * t]);
+  const uint32_t* x1 = alone_operand(b, 1, &b.s.x[b.warp][8 * t + 32]);
+  const int step0 = x0 == b.s.zeros ? 0 : 64, step1 = x1 == b.s.zeros ? 0 : 64;
+  float sums[2] = {};
   uint32_t loaded = 0;
 #pragma unroll 1  // a short loop: its code is fetched once and then warm
-  for (int c = 0; c < kChunks; c += 2, codes += 64, scales += 64, xs += 64) {
-    const uint4 q0 = codes[0], q1 = codes[32];
-    const uint32_t s0 = scales[0], s1 = scales[32];
-    loaded |= q0.w | q1.w | s0 | s1;
-    mma_nvfp4_chunk(acc[0], q0, s0, *(const uint4*)xs, *(const uint4*)(xs + 4));
-    mma_nvfp4_chunk(acc[1], q1, s1, *(const uint4*)(xs + 32), *(const uint4*)(xs + 36));
+  for (int c = 0; c < kChunks; c += 2, codes += 64, scales += 128, x0 += step0, x1 += step1) {
+    const uint4 q[2] = {codes[0], codes[32]};
+    const uint32_t s = *(const uint32_t*)scales;
+    loaded |= q[0].w | q[1].w | s;
+    const uint4 x[4] = {*(const uint4*)x0, *(const uint4*)(x0 + 4), *(const uint4*)x1, *(const uint4*)(x1 + 4)};
+    mma_nvfp4_alone<2>(sums, q, s, x);
   }
   static_assert(kChunks % 2 == 0);
   mine.release(loaded, b.zero, b.lane, 4);  // four warps share the page, sixteen arrivals free it
   ring.n += kTopK / 2;
-  if ((b.lane & 3) == 0) {
-    b.s.small[b.warp][b.lane >> 2] = (acc[0][0] + acc[1][0]) * scale;
-    b.s.small[b.warp][8 + (b.lane >> 2)] = (acc[0][2] + acc[1][2]) * scale;
-  }
+  const float row_sum = sum_alone(sums, t) * scale;
+  if (t < 2) b.s.small[b.warp][8 * t + g] = row_sum;
   b.stamp<kDebug>(kPhaseDown, 2);
   team_sync<kTeam>();
   if (b.warp < kOwnedRows / 8) {

@@ -29,6 +29,7 @@ __global__ void __launch_bounds__(kThreads, 1) decode_kernel(__grid_constant__ c
     s.quit = s.expired = s.cancel = 0;
     s.progress = 0;
     s.token = p.history[p.position];
+    for (uint32_t& zero : s.zeros) zero = 0;
   }
   __syncthreads();
   DecodeBlock b{p, s, sm, warp - kProducers / 32, tid % 32, tid - kProducers, zero, p.first_epoch + 1, 0, p.position, 0, 0};

@@ -125,7 +125,7 @@ __device__ __forceinline__ bool choose_experts(const DecodeBlock& b) {
     });
     __syncwarp();
     if (real) b.stamp<kDebug>(kPhaseChoose, 1);
-    // {order key, expert} of this lane, largest first: after that a round is one reduction, one vote and a shift.
+    // {order key, expert} of this lane, largest first: after that a round is one reduction and a shift.
     uint32_t key[4] = {order_key((uint32_t)v0.x), order_key((uint32_t)v0.y), order_key((uint32_t)v1.x),
                        order_key((uint32_t)v1.y)};
     if (!has) key[0] = key[1] = key[2] = key[3] = 0;  // below every number's
@@ -141,17 +141,24 @@ __device__ __forceinline__ bool choose_experts(const DecodeBlock& b) {
     };
     sort(0, 1), sort(2, 3), sort(1, 2), sort(0, 1), sort(2, 3), sort(1, 2);
     const uint32_t self = 1u << b.lane, not_higher = self | (self - 1);
-    uint32_t head = key[0], next = key[1], third = key[2], fourth = key[3], ranks = 0, shift = 0;
+    uint32_t ranks, shift;
+    // A round has one winner, unless equal keys meet in it: then all is done again with votes, the lowest expert first.
 #pragma unroll 1
-    for (uint32_t k = 0; k < kTopK; k++) {
-      const uint32_t best = __reduce_max_sync(~0u, head);
-      const bool win = (__ballot_sync(~0u, head == best) & not_higher) == self;
-      ranks |= win ? k << shift : 0;
-      shift += win ? 8 : 0;
-      head = win ? next : head;
-      next = win ? third : next;
-      third = win ? fourth : third;
-      fourth = win ? 0 : fourth;
+    for (bool votes = false;; votes = true) {
+      uint32_t head = key[0], next = key[1], third = key[2], fourth = key[3];
+      ranks = shift = 0;
+#pragma unroll 1
+      for (uint32_t k = 0; k < kTopK; k++) {
+        bool win = head == __reduce_max_sync(~0u, head);
+        if (votes) win = (__ballot_sync(~0u, win) & not_higher) == self;
+        ranks |= win ? k << (shift & 31) : 0;
+        shift += win ? 8 : 0;
+        head = win ? next : head;
+        next = win ? third : next;
+        third = win ? fourth : third;
+        fourth = win ? 0 : fourth;
+      }
+      if (__reduce_add_sync(~0u, shift) == 8 * kTopK) break;
     }
 #pragma unroll
     for (uint32_t i = 0; i < 4; i++)

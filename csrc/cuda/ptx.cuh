@@ -85,6 +85,9 @@ __device__ __forceinline__ ulonglong2 load_relaxed_2(const uint64_t* p) {
   asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(v.x), "=l"(v.y) : "l"(p) : "memory");
   return v;
 }
+__device__ __forceinline__ void store_relaxed_2(uint64_t* p, uint64_t v, uint64_t w) {
+  asm volatile("st.relaxed.gpu.global.v2.u64 [%0], {%1, %2};" ::"l"(p), "l"(v), "l"(w) : "memory");
+}
 // Arrival at a barrier of the grid: what this thread wrote or knows to be written is there for who sees it.
 __device__ __forceinline__ void add_release(uint32_t* p, uint32_t v) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");

@@ -222,14 +222,15 @@ class Shape:
             {"expert ring": (ring, ("choose", "gate_up", "down")), "sampler": (SAMPLER_BYTES, ("sample",))}, 1, ring
         )
         s.add("input", WARPS * 192 * 4, 4)
-        scores = 8 * (8 * KV_TILE + 4) * 4
-        s.overlay(
-            {"partial sums": (WARPS * wide * 4, ("qkv", "gate_up", "head")), "scores": (scores, ("attention",))}, 4
-        )
+        weights = 8 * (8 * KV_TILE // 2 + 16) * 4
+        sums = align(WARPS * wide * 4, 16)
+        s.overlay({"partial sums": (sums, ("qkv", "gate_up", "head")), "weights": (weights, ("attention",))}, 16)
         s.add("partial sums of output and down", WARPS * (self.owned_units * OWNED_ROWS + 2) * 4, 4)
         s.add("q, new k and v", (8 * (self.head_dim + 32) + 2 * self.head_dim) * 2, 2)
-        s.add("maxima of scores", WARPS * 8 * 4, 4)
+        s.add("weight of the newest position", 8 * 4, 4)
+        s.add("scales and sums of weights", WARPS * 8 * 8, 8)
         s.add("sums of squares", 2 * WARPS * 4, 16)
+        s.add("zeros", 8 * 4, 16)
         s.add("residual", self.owned_units * OWNED_ROWS * 4, 4)
         s.add("router sums", WARPS * 4, 4)
         s.add("chosen logits", 2 * self.top_k * 4, 4)

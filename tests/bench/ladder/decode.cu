@@ -3,6 +3,10 @@
 //   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -I csrc -I csrc/cuda -I tests/bench/ladder \
 //        -o decode tests/bench/ladder/decode.cu
 //   ./decode [context] [log2 of KV splits] [steps]
+//   ./decode context splits steps quick    fewer checks, then times and a time line of several settings
+//   ./decode context splits steps brief    the same of the first and the last of the settings, both as built
+//   ./decode context splits steps flights  the times with other numbers of dense pages under way
+#include <string>
 #include "bench.cuh"
 #include "decode_kernel.cuh"
 #include "reference.cuh"
@@ -195,7 +199,7 @@ static int reference_head(Model& m, Reference& r, const float* in, float& gap) {
   return best;
 }
 
-static bool check(Model& m, Reference& r, int context, int log_splits, int steps) {
+static bool check(Model& m, Reference& r, int context, int log_splits, int steps, int runs = 20) {
   fill_cache<<<1056, 256>>>(m.kv, context);
   float* dump = device_array<float>((size_t)kLayers * kDumpLayer);
   run<true>(m, 1234, context, steps, log_splits, dump);
@@ -244,7 +248,7 @@ static bool check(Model& m, Reference& r, int context, int log_splits, int steps
   // Bit-identical run to run, and the same tokens with one launch a step.
   float* again = device_array<float>((size_t)kLayers * kDumpLayer);
   bool identical = true;
-  for (int i = 0; i < 20; i++) {
+  for (int i = 0; i < runs; i++) {
     fill_cache<<<1056, 256>>>(m.kv, context);
     run<true>(m, 1234, context, steps, log_splits, again);
     identical = identical && to_host(again, kLayers * kDumpLayer) == to_host(dump, kLayers * kDumpLayer) &&
@@ -257,8 +261,8 @@ static bool check(Model& m, Reference& r, int context, int log_splits, int steps
     token = to_host(m.p.history + context + s, 2)[1];
     same += token == tokens[s + 1];
   }
-  printf("  20 runs %s; one launch a step: %d of %d tokens the same\n", identical ? "bit-identical" : "DIFFER", same,
-         steps);
+  printf("  %d runs %s; one launch a step: %d of %d tokens the same\n", runs, identical ? "bit-identical" : "DIFFER",
+         same, steps);
   CHECK(cudaFree(dump));
   CHECK(cudaFree(again));
   CHECK(cudaFree(x));
@@ -316,6 +320,48 @@ static void print_trace(Model& m) {
          (edge(kLayers, kPhaseToken, 3, true) - edge(kLayers - 1, kPhaseDown, 3, true)) / 1e3);
 }
 
+// What a launch may be told, in the order of a line of the sweep.
+struct Setting {
+  const char* name;
+  void (*set)(DecodeParams&);
+};
+static const Setting kSettings[] = {
+    {"as built", [](DecodeParams&) {}},
+    {"expert flight 2", [](DecodeParams& p) { p.expert_flight = 2; }},
+    {"expert flight 3", [](DecodeParams& p) { p.expert_flight = 3; }},
+    {"no L2 prefetch", [](DecodeParams& p) { p.prefetch = 0; }},
+    {"flight 1 x 2", [](DecodeParams& p) { p.qkv_flight = 1; }},
+    {"as built", [](DecodeParams&) {}},
+};
+static int quick(Model& m, Reference& r, int context, int log_splits, int steps, double bytes, bool brief) {
+  bool ok = check(m, r, context, log_splits, 2, 6);
+  const double bandwidth = read_bandwidth(m.experts, (size_t)8 << 30), bound = bytes / bandwidth * 1e3;
+  const DecodeParams built = m.p;
+  float* dump = device_array<float>((size_t)kLayers * kDumpLayer);
+  std::vector<float> as_built;
+  const Setting& last = kSettings[sizeof kSettings / sizeof *kSettings - 1];
+  for (const Setting& s : kSettings) {
+    if (brief && &s != kSettings && &s != &last) continue;
+    m.p = built;
+    s.set(m.p);
+    fill_cache<<<1056, 256>>>(m.kv, context);
+    run<true>(m, 1234, context, 2, log_splits, dump);
+    const std::vector<float> bits = to_host(dump, (size_t)kLayers * kDumpLayer);
+    if (as_built.empty()) as_built = bits;
+    const bool same = !memcmp(bits.data(), as_built.data(), bits.size() * sizeof(float));  // no setting changes a sum
+    std::vector<float> ms;
+    for (int i = 0; i < 5; i++) ms.push_back(run<false>(m, 1234 + i, context, steps, log_splits, nullptr) / steps);
+    std::sort(ms.begin(), ms.end());
+    printf("RESULT %s context %d, %-48s best %.4f median %.4f ms/token, bound %.4f, %.1f%%\n",
+           ok && same ? "ok" : "WRONG", context, s.name, ms[0], ms[2], bound, 100 * bound / ms[2]);
+    ok = ok && same;
+    run<true>(m, 1234, context, steps, log_splits, nullptr);
+    print_trace(m);
+  }
+  CHECK(cudaFree(dump));
+  return !ok;
+}
+
 int main(int argc, char** argv) {
   setvbuf(stdout, nullptr, _IOLBF, 0);
   const int context = argc > 1 ? atoi(argv[1]) : 512, log_splits = argc > 2 ? atoi(argv[2]) : 3,
@@ -334,14 +380,16 @@ int main(int argc, char** argv) {
   Model m = make_model();
   Reference r = make_reference();
   printf("weights made\n");
+  const double cached = (double)kLayers * 2 * kKvRows * 2 * (context + steps / 2);
+  const double bytes = (double)kLayers * (kDenseLayerBytes + kTopK * (double)kExpertBytes + kExperts * kHidden * 2.0) +
+                       (double)kHeadBytes + cached;
+  const std::string mode = argc > 4 ? argv[4] : "";
+  if (mode == "quick" || mode == "brief") return quick(m, r, context, log_splits, steps, bytes, mode == "brief");
   bool ok = check(m, r, context, log_splits, 3);
   ok = check_watchdog(m, context, log_splits) && ok;
   ok = check(m, r, 37, log_splits, 2) && ok;
   const double bandwidth = read_bandwidth(m.experts, (size_t)8 << 30);
-  const double cached = (double)kLayers * 2 * kKvRows * 2 * (context + steps / 2);
-  const double bytes = (double)kLayers * (kDenseLayerBytes + kTopK * (double)kExpertBytes + kExperts * kHidden * 2.0) +
-                       (double)kHeadBytes + cached;
-  if (argc > 4) {  // variants
+  if (mode == "flights") {
     for (int qkv = 1; qkv <= 3; qkv++)
       for (int dense = 1; dense <= 4; dense++) {
         m.p.qkv_flight = qkv;

@@ -48,6 +48,10 @@ __device__ __forceinline__ ulonglong2 load_relaxed_2(const uint64_t* p) {
   const volatile uint64_t* v = p;
   return {v[0], v[1]};
 }
+__device__ __forceinline__ void store_relaxed_2(uint64_t* p, uint64_t v, uint64_t w) {
+  emulator::store_later(p, v);
+  emulator::store_later(p + 1, w);
+}
 __device__ __forceinline__ void add_release(uint32_t* p, uint32_t v) {
   emulator::release(p);
   *(volatile uint32_t*)p = *(volatile uint32_t*)p + v;
