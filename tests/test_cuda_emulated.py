@@ -164,6 +164,26 @@ def test_a_mistake_in_the_build_for_racecheck_is_found(followed, mistake):
     assert "emulator: race at byte" in report and "step_dense.cuh" in report
 
 
+def test_a_warp_that_learns_of_the_end_too_early():
+    """A warp without pages in the last layer may look whether the consumers left when they have, from that layer's
+    barrier: it must come to the one that they wait at."""
+    dense_last = (LayerSpec(moe=True, rope=False), LayerSpec(moe=False, sliding_window=7))
+    layout = cuda_layout(muse_spec(hidden_size=64, vocab_size=13, layers=dense_last), attention="fp8", dense="fp8")
+    late = """#include "ptx.cuh"
+    namespace mk {
+    template <class T>
+    T load_late(const T& word) {
+      for (int i = 0; threadIdx.x / 32 == 2 && i < 4000 && !load_unordered(word); i++) __nanosleep(20);
+      return load_unordered(word);
+    }
+    }  // namespace mk
+    #define load_unordered load_late
+    """
+    calls = (("generate", [PROMPT[:1]], {"max_new_tokens": 2}),)
+    found = [emulator.Emulated.random(layout, LIMITS, 2, add=add).calls(*calls)[0] for add in ("", late)]
+    assert found[0] == found[1] and found[0][1] == abi.OK
+
+
 def test_a_wait_that_ends_says_so(built):
     if built.layout is MODELS["one block"][0]:
         pytest.skip("nobody waits for another block")

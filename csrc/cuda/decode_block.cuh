@@ -174,11 +174,11 @@ struct DecodeBlock {
   template <class Ready>
   __device__ __forceinline__ void wait(Ready&& ready) const {
     for (uint32_t spins = 1; !__all_sync(~0u, ready()); spins++)  // together: shuffles need no detours then
-      if (spins % 16 == 0 && *(const volatile int32_t*)&s.expired) break;
+      if (spins % 16 == 0 && load_unordered(s.expired)) break;
   }
   // Told at the head of every phase: what the watchdog reports, and the sign of life it looks for.
   __device__ __forceinline__ void enter(Phase phase) const {
-    if (tid == 0) *(volatile uint32_t*)&s.progress = epoch * kPhases + phase;
+    if (tid == 0) store_unordered(s.progress, epoch * kPhases + phase);
   }
 
   // Moments of a phase: 0 entered, 1 input there, 2 last page multiplied, 3 published.

@@ -70,7 +70,7 @@ __device__ __forceinline__ void decode_head(DecodeBlock& b, DenseRing& ring) {
     if (b.lane == 0) {
       if constexpr (kSampled) __threadfence();
       b.publish(kXBest + 2 * b.sm, best);
-      b.publish(kXBest + 2 * b.sm + 1, (uint32_t)best_row | (uint32_t)*(volatile int32_t*)&b.s.cancel << 31);
+      b.publish(kXBest + 2 * b.sm + 1, (uint32_t)best_row | (uint32_t)load_unordered(b.s.cancel) << 31);
     }
   }
   b.stamp<kDebug>(kPhaseHead, 3);
@@ -93,7 +93,7 @@ __device__ __forceinline__ void sample_token(DecodeBlock& b) {
   async_proxy_fence();  // bulk copies write there next
   if (b.tid == 0) {
     __threadfence();  // the penalty changed logits
-    b.publish(kXToken, (uint32_t)token | (uint32_t)*(volatile int32_t*)&b.s.cancel << 31);
+    b.publish(kXToken, (uint32_t)token | (uint32_t)load_unordered(b.s.cancel) << 31);
   }
 }
 
@@ -146,7 +146,7 @@ __device__ __forceinline__ bool decode_token(DecodeBlock& b, int step) {
   }
   if (b.tid == 0) {
     const int token = (int)(word & 0x7FFFFFFF);
-    bool ended = step + 1 == p.steps || word >> 31 || *(volatile int32_t*)&b.s.expired;
+    bool ended = step + 1 == p.steps || word >> 31 || load_unordered(b.s.expired);
     for (int i = 0; i < p.num_stop_tokens; i++) ended = ended || p.stop_tokens[i] == token;
     b.s.token = token;
     b.s.quit = ended;
@@ -158,7 +158,7 @@ __device__ __forceinline__ bool decode_token(DecodeBlock& b, int step) {
   }
   team_sync<kTeam>();
   b.stamp<kDebug>(kPhaseToken, 3);
-  return *(volatile int32_t*)&b.s.quit == 0;
+  return load_unordered(b.s.quit) == 0;
 }
 
 }  // namespace mk

@@ -19,12 +19,15 @@ __global__ void __launch_bounds__(kThreads, 1) decode_kernel(__grid_constant__ c
   if (tid == 0) {
     for (int i = 0; i < kDenseSlots; i++) {
       mbarrier_init(smem_address(&s.dense_full[i]), 1);
-      mbarrier_init(smem_address(&s.dense_empty[i]), kWarps);
+      mbarrier_init(smem_address(&s.dense_empty[i]), kWarps * kReleaseLanes);
     }
     for (int i = 0; i < kExpertSlots; i++) {
       mbarrier_init(smem_address(&s.expert_full[i]), 1);
-      mbarrier_init(smem_address(&s.expert_empty[i]), kWarps);
+      mbarrier_init(smem_address(&s.expert_empty[i]), kWarps * kReleaseLanes);
     }
+    named_barrier_init(1, kTeam);
+    named_barrier_init(2, kTeam + 32);
+    named_barrier_init(3, kTeam + 32);
     mbarrier_init_fence();
     s.quit = s.expired = s.cancel = 0;
     s.progress = 0;

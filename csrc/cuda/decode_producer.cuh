@@ -20,7 +20,7 @@ __device__ __forceinline__ void prefetch_cache(const DecodeParams& p, int unit, 
 __device__ __forceinline__ void prefetch_when_idle(const Stream<kDenseSlots>& out, const DecodeShared& s, const uint8_t* w,
                                                    int pages, uint32_t down) {
   const Ring<kDenseSlots>& ring = out.ring;
-  while (*(const volatile uint32_t*)&s.progress < down)
+  while (load_unordered(s.progress) < down)
     if (mbarrier_try_wait(ring.empty + 8 * ring.slot(), ring.parity() ^ 1)) return;
   bulk_prefetch(w, pages * kPageBytes);
 }
@@ -80,10 +80,10 @@ __device__ __forceinline__ void decode_produce_dense(const DecodeParams& p, Deco
 // One thread. Of SM 0 also the ear for the host: everybody learns from there.
 __device__ __forceinline__ void decode_watch(const DecodeParams& p, DecodeShared& s, int sm) {
   Watch watch{p.wait_limit_ns, p.report, s.progress, s.expired, sm};
-  while (*(volatile int32_t*)&s.quit == 0) {
+  while (load_unordered(s.quit) == 0) {
     __nanosleep(5000);
     watch.tick();
-    if (sm == 0) *(volatile int32_t*)&s.cancel = *(volatile int32_t*)&p.mail->cancel != 0;
+    if (sm == 0) store_unordered(s.cancel, int32_t(*(volatile int32_t*)&p.mail->cancel != 0));
   }
 }
 
@@ -95,7 +95,7 @@ __device__ __forceinline__ void sum_logits(DecodeBlock b) {
   for (;;)
     for (b.layer = 0; b.layer < kLayers; b.layer++, b.epoch++) {
       router_wait<kTeam + 32>();
-      if (*(const volatile int32_t*)&b.s.quit) return;
+      if (load_unordered(b.s.quit)) return;
       float sum = b.s.router_dot[b.lane % kWarps];
 #pragma unroll
       for (int i = 1; i < kWarps; i *= 2) sum += __shfl_xor_sync(~0u, sum, i);
@@ -108,12 +108,12 @@ __device__ __forceinline__ void sum_logits(DecodeBlock b) {
 // does not change the order) and leaves them in shared memory. False when the consumers left.
 template <bool kDebug>
 __device__ __forceinline__ bool choose_experts(const DecodeBlock& b) {
-  const volatile int32_t& quit = b.s.quit;
+  const int32_t& quit = b.s.quit;
   int32_t* chosen = b.s.expert_id[b.epoch & 1];
   float* logits = b.s.expert_logit[b.epoch & 1];
   b.stamp<kDebug>(kPhaseChoose, 0);
   // Rehearsed when this SM has done its part of the router: then the logits are an exchange away.
-  while (*(const volatile uint32_t*)&b.s.progress < b.epoch * kPhases + kPhaseRouter && !quit) __nanosleep(20);
+  while (load_unordered(b.s.progress) < b.epoch * kPhases + kPhaseRouter && !load_unordered(quit)) __nanosleep(20);
   rehearse([&](bool real) {
     ulonglong2 v0, v1;
     const bool has = kExperts == 128 || 4 * b.lane < kExperts;
@@ -121,7 +121,7 @@ __device__ __forceinline__ bool choose_experts(const DecodeBlock& b) {
     b.wait([&] {
       v0 = load_relaxed_2(src);
       v1 = load_relaxed_2(src + 2);
-      return (b.fresh(v0.x) && b.fresh(v0.y) && b.fresh(v1.x) && b.fresh(v1.y)) || quit || !real;
+      return (b.fresh(v0.x) && b.fresh(v0.y) && b.fresh(v1.x) && b.fresh(v1.y)) || load_unordered(quit) || !real;
     });
     __syncwarp();
     if (real) b.stamp<kDebug>(kPhaseChoose, 1);
@@ -169,7 +169,7 @@ __device__ __forceinline__ bool choose_experts(const DecodeBlock& b) {
       }
     __syncwarp();
   });
-  if (__any_sync(~0u, quit)) return false;
+  if (__any_sync(~0u, load_unordered(quit))) return false;
   b.stamp<kDebug>(kPhaseChoose, 2);
   if (b.sm == 0 && b.lane < kTopK) b.dump<kDebug>(kDumpIds + b.lane, (float)chosen[b.lane]);
   return true;

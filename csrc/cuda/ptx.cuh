@@ -143,7 +143,38 @@ __device__ __forceinline__ uint64_t global_nanoseconds() {
 }
 
 // ---- warps ---------------------------------------------------------------------------------------------------------
-// Named barriers, each warp counts as 32 threads.
+#ifdef MK_RACECHECK
+// For compute-sanitizer's racecheck: named barriers as mbarriers, on which every thread arrives. The tool follows these between
+// any threads; of a barrier for some of a block's threads only its later versions know whom it orders.
+__device__ __forceinline__ uint32_t named_barrier(int id) {
+  __shared__ uint64_t named[16];
+  return smem_address(named + id);
+}
+__device__ __forceinline__ void named_barrier_init(int id, int threads) { mbarrier_init(named_barrier(id), threads); }
+__device__ __forceinline__ void group_sync(int id, int) {
+  const uint32_t bar = named_barrier(id);
+  uint64_t phase;
+  uint32_t done = 0;
+  __syncwarp();
+  asm volatile("mbarrier.arrive.shared::cta.b64 %0, [%1];" : "=l"(phase) : "r"(bar) : "memory");
+  while (!done)
+    asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+                 : "=r"(done)
+                 : "r"(bar), "l"(phase)
+                 : "memory");
+  __syncwarp();
+}
+template <int kId, int kThreads>
+__device__ __forceinline__ void barrier_sync() {
+  group_sync(kId, kThreads);
+}
+template <int kId, int kThreads>
+__device__ __forceinline__ void barrier_arrive() {
+  mbarrier_arrive(named_barrier(kId));
+}
+#else
+// Named barriers, each warp counts as 32 threads. They need no init.
+__device__ __forceinline__ void named_barrier_init(int, int) {}
 template <int kId, int kThreads>
 __device__ __forceinline__ void barrier_sync() {
   asm volatile("bar.sync %0, %1;" ::"n"(kId), "n"(kThreads) : "memory");
@@ -155,6 +186,7 @@ __device__ __forceinline__ void barrier_arrive() {
 __device__ __forceinline__ void group_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
+#endif
 // Registers a thread, from here on; all four warps of a warpgroup.
 template <int kRegisters>
 __device__ __forceinline__ void registers_decrease() {
@@ -216,6 +248,28 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t bar, uint32_t parity) {
   while (!mbarrier_try_wait(bar, parity)) {
   }
 }
+// Single words of shared memory that warps tell each other without a barrier: quit, expired, cancel, progress and the like. No
+// order is needed, because a reader concludes nothing about other memory from them: it stops waiting, leaves after its own
+// copies, or looks again, and what it misses now it sees the next time. For racecheck, which cannot know that, they are atomics.
+#ifdef MK_RACECHECK
+template <class T>
+__device__ __forceinline__ T load_unordered(const T& word) {
+  return atomicAdd((T*)&word, T(0));
+}
+template <class T>
+__device__ __forceinline__ void store_unordered(T& word, T value) {
+  atomicExch(&word, value);
+}
+#else
+template <class T>
+__device__ __forceinline__ T load_unordered(const T& word) {
+  return *(const volatile T*)&word;
+}
+template <class T>
+__device__ __forceinline__ void store_unordered(T& word, T value) {
+  *(volatile T*)&word = value;
+}
+#endif
 // Named barrier 1: the consumer warps only.
 template <int kThreads>
 __device__ __forceinline__ void team_sync() {

@@ -14,6 +14,13 @@ struct Report {
   uint32_t abandoned;  // 1 + the rank that gave up first, 0: none did
 };
 
+// Lanes of a warp that arrive when it gives a page back: for racecheck all, so that none depends on another's arrival.
+#ifdef MK_RACECHECK
+constexpr int kReleaseLanes = 32;
+#else
+constexpr int kReleaseLanes = 1;
+#endif
+
 // One ring of shared-memory pages as its producer or one consumer warp sees it: n pages passed so far.
 template <int kSlots>
 struct Ring {
@@ -28,7 +35,7 @@ struct Ring {
   __device__ __forceinline__ void release(uint32_t loaded, uint32_t zero, int lane, uint32_t count = 1) {
     uint32_t bar = (empty + 8 * slot()) | (loaded & zero);
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(bar, count);
+    if (lane == 0 || kReleaseLanes > 1) mbarrier_arrive(bar, count);
     n++;
   }
 };
@@ -38,8 +45,8 @@ struct Ring {
 struct BlockWatch {
   uint64_t limit_ns;
   Report* report;
-  const volatile uint32_t& progress;
-  volatile int32_t& expired;
+  const uint32_t& progress;
+  int32_t& expired;
   int sm;
   uint32_t seen = 0, ticks = 0;
   uint64_t since = 0;
@@ -50,7 +57,7 @@ struct BlockWatch {
   template <class Limit>
   __device__ __forceinline__ void look(Limit&& limit) {
     if (ticks++ % 32) return;
-    const uint32_t now = progress;
+    const uint32_t now = load_unordered(progress);
     const uint64_t time = global_nanoseconds();
     if (now != seen || since == 0) seen = now, since = time;
     if (time - since >= limit() && atomicCAS(&report->expired, 0, 1) == 0) {
@@ -58,7 +65,7 @@ struct BlockWatch {
       report->epoch = now / kPhases;
       report->sm = sm;
     }
-    if (*(volatile uint32_t*)&report->expired) expired = 1;
+    if (*(volatile uint32_t*)&report->expired) store_unordered(expired, 1);
   }
 };
 
@@ -67,18 +74,18 @@ struct BlockWatch {
 struct RankWatch : BlockWatch {
   Report* const* reports = nullptr;  // of every rank
   int rank = 0;                      // this one
-  const volatile int32_t* awaited = nullptr;
+  const int32_t* awaited = nullptr;
   bool told = false;
   __device__ __forceinline__ void tick() {
     int32_t peer = 0;  // read before the consumers hear of it and leave their waits
     look([&] {
-      peer = *awaited;
+      peer = load_unordered(*awaited);
       return peer ? limit_ns : limit_ns + limit_ns / 16;
     });
     if (ticks % 32 != 1 || told) return;
     const volatile uint32_t& abandoned = report->abandoned;
-    if (abandoned) expired = 1;
-    told = expired;
+    if (abandoned) store_unordered(expired, 1);
+    told = load_unordered(expired);
     if (!told || report->sm != (uint32_t)sm) return;
     report->peer = (uint32_t)peer;  // also where another rank gave up at the same moment
     if (abandoned) return;
@@ -114,13 +121,13 @@ struct Stream {
   Ring<kSlots> ring;
   uint32_t base, slot_bytes, flight;
   uint64_t policy;
-  const volatile int32_t* quit;
+  const int32_t* quit;
   Watch* watch;  // kept while this thread waits for a slot, or NULL
   // Waits for a free slot and for room in flight. False when the consumers left: they may stop while this warp is steps
   // ahead of them.
   __device__ __forceinline__ bool open() {
     while (!mbarrier_try_wait(ring.empty + 8 * ring.slot(), ring.parity() ^ 1)) {
-      if (*quit) return false;
+      if (load_unordered(*quit)) return false;
       if (watch) watch->tick();
     }
     if (flight < kSlots && ring.n >= flight) back(flight).wait_full();

@@ -209,7 +209,7 @@ MK_CALLED int collect(Logits<kVocab> logits, Distances distances, uint64_t from,
       if (hits == 0) continue;
       // No more once the list is over: thousands of equals would queue up at the counter.
       uint32_t at = kListTokens;
-      if (lane == 0 && *(volatile uint32_t*)&s.listed <= kListTokens) at = atomicAdd(&s.listed, __popc(hits));
+      if (lane == 0 && load_unordered(s.listed) <= kListTokens) at = atomicAdd(&s.listed, __popc(hits));
       at = __shfl_sync(~0u, at, 0) + __popc(hits & ((1u << lane) - 1));
       if (hit && at < kListTokens) s.list[at] = place;
     }

@@ -195,7 +195,7 @@ struct alignas(128) StepShared {
   uint32_t arrivals;  // at the grid barrier when all have come to the last one
   int32_t token;      // to run next
   int32_t ended;      // the generation is over
-  int32_t quit;       // the consumers leave
+  int32_t quit;       // the consumers leave: steps that ran, or 1
   int32_t expired;    // set by the watchdog
   uint32_t progress;  // epoch x kPhases + phase of the consumers
   uint64_t dense_full[kStepSlots], dense_empty[kStepSlots], expert_full[kStepSlots], expert_empty[kStepSlots];
@@ -229,7 +229,7 @@ __device__ __forceinline__ int rank_of(const Params& p) {
 }
 template <class Shared>
 __device__ __forceinline__ void awaits_nobody(Shared& s) {
-  if constexpr (kRanks > 1) *(volatile int32_t*)&s.ranks.awaited = 0;
+  if constexpr (kRanks > 1) store_unordered(s.ranks.awaited, 0);
 }
 
 struct StepBlock {
@@ -285,7 +285,7 @@ struct StepBlock {
   // Moments of a phase: 0 entered, 1 input there, 2 products done, 3 published.
   __device__ __forceinline__ void stamp(Phase phase, int moment) {
     forget(tid);  // or addresses would be computed a phase ahead, and spilled
-    if (moment == 0 && tid == 0) *(volatile uint32_t*)&s.progress = s.epoch * kPhases + phase;
+    if (moment == 0 && tid == 0) store_unordered(s.progress, s.epoch * kPhases + phase);
 #ifdef MK_TRACE
     if (tid == 0) stamp_phase(trace_of(p, s.step), s.layer, phase, moment);
 #endif
@@ -302,7 +302,7 @@ struct StepBlock {
       awaits_nobody(s);
       add_release(p.barrier, 1);
       for (uint32_t spins = 1; (int32_t)(load_acquire(p.barrier) - all) < 0; spins++)
-        if (spins % 16 == 0 && *(const volatile int32_t*)&s.expired) break;
+        if (spins % 16 == 0 && load_unordered(s.expired)) break;
     }
     team_sync<kTeam>();
   }

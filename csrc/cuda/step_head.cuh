@@ -99,7 +99,7 @@ __device__ __forceinline__ void announce_token(const StepParams& p, StepShared& 
     // The host finds out in the same order why it ended.
     bool ended = made + 1 >= p.new_tokens || position >= p.max_length || __ldcg(p.shared_token + 1);
     for (int i = 0; i < p.num_stop_tokens; i++) ended = ended || p.stop_tokens[i] == token;
-    s.ended = ended || *(volatile int32_t*)&s.expired;
+    s.ended = ended || load_unordered(s.expired);
     if (b.sm() == 0) {
       p.history[position] = token;
       if (b.rank() == 0) store_system(&p.mail->tokens[p.made + made], token + 1);

@@ -136,10 +136,16 @@ __global__ void __launch_bounds__(kThreads, 1) step_kernel(__grid_constant__ con
   if (tid == 0) {
     for (int i = 0; i < kStepSlots; i++) {
       mbarrier_init(smem_address(&s.dense_full[i]), 1);
-      mbarrier_init(smem_address(&s.dense_empty[i]), kWarps);
+      mbarrier_init(smem_address(&s.dense_empty[i]), kWarps * kReleaseLanes);
       mbarrier_init(smem_address(&s.expert_full[i]), 1);
-      mbarrier_init(smem_address(&s.expert_empty[i]), kWarps);
+      mbarrier_init(smem_address(&s.expert_empty[i]), kWarps * kReleaseLanes);
     }
+#ifdef MK_RACECHECK
+    static_assert(kPairGroups == kSquads, "in this build a named barrier always meets as many threads");
+#endif
+    named_barrier_init(1, kTeam);
+    named_barrier_init(2, kChosenThreads);
+    for (int i = 0; i < kSquads; i++) named_barrier_init(kSquadBarrier + i, kTeam / kSquads);
     mbarrier_init_fence();
     s.quit = s.expired = s.ended = s.step = 0;
     s.dense_pages = s.expert_pages = 0;
@@ -167,7 +173,7 @@ __global__ void __launch_bounds__(kThreads, 1) step_kernel(__grid_constant__ con
     if (consumer_index() == 0) s.ended |= ++s.step >= step_count(p);
     team_sync<kTeam>();
   } while (!s.ended);
-  if (consumer_index() == 0) *(volatile int32_t*)&s.quit = 1;
+  if (consumer_index() == 0) store_unordered(s.quit, kPagesForAllWarps ? 1 : s.step);
   barrier_sync<2, kChosenThreads>();  // lets the expert warps see it
 }
 

@@ -122,7 +122,7 @@ __device__ __forceinline__ void step_produce_dense(const StepBlock& b) {
       if (!dense_pages<kHeadFp8, kHidden, kTiles>(out, p.head + head0 * unit_bytes(kHidden, kHeadFp8), head)) return;
       stamp_stream(p, i, kLayers, kStreamHead, 1);
     }
-    while (*out.quit == 0) {  // the consumers are behind
+    while (load_unordered(*out.quit) == 0) {  // the consumers are behind
       __nanosleep(1000);
       watch.tick();
     }
@@ -136,6 +136,8 @@ constexpr uint32_t kRouterShare = kRouterBytes / kGrid / 16 * 16;
 
 // Named barrier 2: from the consumers, who choose the experts, to the warps that stream them.
 constexpr int kExpertWarps = 2, kChosenThreads = kTeam + 32 * kExpertWarps;
+// Every one of them has a page in every layer, without which the consumers cannot end it.
+constexpr bool kPagesForAllWarps = !kHasDense && kTopK * kPairUnits / kGrid * tile_pages(kExpertHidden) >= kExpertWarps;
 
 // One thread of each of the warps that stream experts and the KV cache. They take turns at the pages: one alone would need
 // longer to find a page and issue it than memory to bring it.
@@ -257,7 +259,10 @@ __device__ __forceinline__ void step_produce_experts(const StepBlock& b, int tur
       }
       __syncwarp();
       barrier_sync<2, kChosenThreads>();
-      if (*(const volatile int32_t*)&b.s.quit) {
+      // A warp without pages in the last layer may look here, behind that layer's barrier, when the consumers have left
+      // already. It must come to the barrier once more, so it is told after which step.
+      const int32_t quit = load_unordered(b.s.quit);
+      if (kPagesForAllWarps ? quit : quit && quit <= i) {
         if (b.lane() == 0) stream.drain();
         return;
       }

@@ -77,8 +77,8 @@ __device__ __forceinline__ Exchange<kRanks, kExchangeFlags, StepImages> exchange
 // While a thread waits for a peer; true when it must not.
 template <class Block>
 __device__ __forceinline__ bool awaits_peer(const Block& b, int peer) {
-  *(volatile int32_t*)&b.s.ranks.awaited = peer + 1;
-  return *(const volatile int32_t*)&b.s.expired != 0;
+  store_unordered(b.s.ranks.awaited, peer + 1);
+  return load_unordered(b.s.expired) != 0;
 }
 // The dense producer's watchdog speaks for its block.
 template <class Watch, class Block>

@@ -32,7 +32,7 @@ WINDOWS = (LayerSpec(moe=True), LayerSpec(moe=True, sliding_window=7))
 @dataclass(frozen=True)
 class Small:
     """One of them. grid: blocks; cuts: sizes of the first chunks of its prompt; followed: compiled so that racecheck
-    can judge every access (MK_RACECHECK in csrc/cuda/ring.cuh); mistake: one of mistakes.MISTAKES in its sources."""
+    can judge every access (MK_RACECHECK in csrc/cuda); mistake: one of mistakes.MISTAKES in its sources."""
 
     layout: CudaLayout
     prompt: int

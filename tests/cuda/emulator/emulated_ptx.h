@@ -103,6 +103,7 @@ template <int kId, int kThreads>
 __device__ __forceinline__ void barrier_arrive() {
   emulator::barrier(kId, kThreads, false);
 }
+__device__ __forceinline__ void named_barrier_init(int, int) {}
 __device__ __forceinline__ void group_sync(int id, int threads) { emulator::barrier(id, threads, true); }
 template <int kRegisters>
 __device__ __forceinline__ void registers_decrease() {}
