@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from cuda_models import cuda_layout, cuda_spec
 from patience import PATIENCE_S
 
 from mkpack import abi
+from mkpack.compile import VARIANTS
 from mkpack.manifest import Limits
 from mkpack.spec import LayerSpec
 
@@ -76,6 +78,12 @@ def test_tokens_while_the_kv_splits_grow(bf16):
 
 def test_fp8(fp8):
     check_tokens(fp8, PROMPT[:3], 2)
+
+
+def test_sparing_registers_changes_no_bit(bf16):
+    sparing = dataclasses.replace(bf16, header=VARIANTS[1] + bf16.header)
+    drawn = ("generate", [PROMPT[:1]], {**SAMPLED, "max_new_tokens": 3})
+    assert sparing.calls(drawn) == bf16.calls(drawn)
 
 
 def test_sampling_is_that_of_the_step_kernel(bf16):

@@ -13,15 +13,21 @@ __device__ __forceinline__ int dense_column(const DecodeBlock& b, int h) {
               : kPartColumns * h + 64 * b.warp + 2 * b.lane;
 }
 
-// Puts 64 columns (two a lane) into the warp's slice and takes MMA operands from it.
+// MMA operands of part h from the warp's slice, where every lane has put its two columns.
 template <bool kFp8>
-__device__ __forceinline__ void dense_operands(const DecodeBlock& b, int h, uint32_t pair, uint4 (&x)[2]) {
-  uint32_t* slice = b.s.x[b.warp] + h * 32;
-  slice[b.lane] = pair;
-  __syncwarp();
+__device__ __forceinline__ void load_operands(const DecodeBlock& b, int h, uint4 (&x)[2]) {
+  const uint32_t* slice = b.s.x[b.warp] + h * 32;
 #pragma unroll
   for (int i = 0; i < 2; i++)
     x[i] = *(const uint4*)(slice + (kFp8 ? 4 * i + 8 * (b.lane & 3) : 16 * i + 4 * (b.lane & 3)));
+}
+
+// Puts 64 columns (two a lane) into the warp's slice and takes MMA operands from it.
+template <bool kFp8>
+__device__ __forceinline__ void dense_operands(const DecodeBlock& b, int h, uint32_t pair, uint4 (&x)[2]) {
+  b.s.x[b.warp][h * 32 + b.lane] = pair;
+  __syncwarp();
+  load_operands<kFp8>(b, h, x);
 }
 
 // Waits for this lane's columns of the hidden state that the layer before left.
@@ -43,35 +49,51 @@ __device__ __forceinline__ void wait_hidden(const DecodeBlock& b, float2 (&x)[kH
 }
 static_assert(kHiddenParts <= 2, "fp8: the parts of one page");
 
-// Multiplies one row unit of 8 rows with the input; the sums of this warp's columns go to part[warp][8 unit + row]. All
-// pages are loaded before the first product: the loads of one hide behind those of the others.
-template <bool kFp8, int kParts, int kStride>
-__device__ __forceinline__ void dense_unit(const DecodeBlock& b, DenseRing& ring, float (&part)[kWarps][kStride],
-                                           int unit, const uint4 (&x)[kParts][2]) {
-  constexpr int kPages = kFp8 ? ceil_div(kParts, 2) : kParts;
+// This warp's columns of a row unit of 8 rows, in registers. All pages are loaded before the first product: the loads
+// of one hide behind those of the others. A unit loaded before its input is there leaves its slots to pages that would
+// else be fetched beside the exchanges and experts of later phases.
+template <bool kFp8, int kParts>
+struct UnitWeights {
+  static constexpr int kPages = kFp8 ? ceil_div(kParts, 2) : kParts;
   uint4 w[kPages][2];
+  __device__ __forceinline__ void load(const DecodeBlock& b, DenseRing& ring) {
 #pragma unroll
-  for (int h = 0; h < kPages; h++) {
-    ring.wait_full();
-    const uint4* page = (const uint4*)(b.s.dense[ring.slot()] + b.warp * kShareBytes) + b.lane;
-    w[h][0] = page[0];
-    w[h][1] = page[32];
-    ring.release(w[h][0].w | w[h][1].w, b.zero, b.lane);
-  }
-  float acc[2][4] = {};
-#pragma unroll
-  for (int h = 0; h < kPages; h++)
-    if constexpr (kFp8) {
-      mma_fp8_run(acc, w[h][0], x[2 * h][0], x[2 * h][1]);
-      mma_fp8_run(acc, w[h][1], x[2 * h + 1][0], x[2 * h + 1][1]);
-    } else {
-      mma_bf16_page(acc, w[h][0], w[h][1], x[h][0], x[h][1]);
+    for (int h = 0; h < kPages; h++) {
+      ring.wait_full();
+      const uint4* page = (const uint4*)(b.s.dense[ring.slot()] + b.warp * kShareBytes) + b.lane;
+      w[h][0] = page[0];
+      w[h][1] = page[32];
+      ring.release(w[h][0].w | w[h][1].w, b.zero, b.lane);
     }
-  if (b.lane < 4) {  // token 0 is the MMA's rows 0 and 8
+  }
+  // Adds the products with part h of the input.
+  __device__ __forceinline__ void multiply(float (&acc)[2][4], int h, const uint4 (&x)[2]) const {
+    if constexpr (kFp8)
+      mma_fp8_run(acc, w[h / 2][h % 2], x[0], x[1]);
+    else
+      mma_bf16_page(acc, w[h][0], w[h][1], x[0], x[1]);
+  }
+};
+
+// The sums of this warp's columns go to part[warp][8 unit + row]: token 0 is the MMA's rows 0 and 8.
+template <int kStride>
+__device__ __forceinline__ void store_unit(const DecodeBlock& b, float (&part)[kWarps][kStride], int unit,
+                                           const float (&acc)[2][4]) {
+  if (b.lane < 4) {
     float* out = &part[b.warp][8 * unit + 2 * b.lane];
     out[0] = acc[0][0] + acc[1][2];
     out[1] = acc[0][1] + acc[1][3];
   }
+}
+
+// Multiplies one row unit with the input.
+template <bool kFp8, int kParts, int kStride>
+__device__ __forceinline__ void dense_unit(const DecodeBlock& b, const UnitWeights<kFp8, kParts>& weights,
+                                           float (&part)[kWarps][kStride], int unit, const uint4 (&x)[kParts][2]) {
+  float acc[2][4] = {};
+#pragma unroll
+  for (int h = 0; h < kParts; h++) weights.multiply(acc, h, x[h]);
+  store_unit(b, part, unit, acc);
 }
 
 // Reads the input of layer 0 from the embedding and of the others from the exchange, multiplied by the norm weights,
@@ -85,6 +107,8 @@ __device__ __forceinline__ void decode_qkv(DecodeBlock& b, DenseRing& ring, Atte
   float squares = 0;
 #pragma unroll
   for (int h = 0; h < kHiddenParts; h++) g[h] = __ldg((const float2*)(norm + dense_column<kAttentionFp8>(b, h)));
+  UnitWeights<kAttentionFp8, kHiddenParts> weights;
+  weights.load(b, ring);  // the first unit's
   if (b.layer == 0) {
     const uint16_t* row = b.p.embedding + (int64_t)b.s.token * kHidden;
 #pragma unroll
@@ -109,7 +133,10 @@ __device__ __forceinline__ void decode_qkv(DecodeBlock& b, DenseRing& ring, Atte
     if (b.warp < units)
       scale = __ldg(b.p.dense_scales + b.layer * kDenseScaleLayer + 8 * (u0 + b.warp) + (b.lane & 7));
 #pragma unroll 1
-  for (int u = 0; u < units; u++) dense_unit<kAttentionFp8>(b, ring, b.s.big, u, x);
+  for (int u = 0; u < units; u++) {
+    if (u) weights.load(b, ring);
+    dense_unit(b, weights, b.s.big, u, x);
+  }
   squares = warp_sum(squares);
   if (b.lane == 0) b.s.squares[0][b.warp] = squares;
   b.stamp<kDebug>(kPhaseQkv, 2);
@@ -133,26 +160,47 @@ __device__ __forceinline__ void decode_out(DecodeBlock& b, DenseRing& ring) {
   b.stamp<kDebug>(kPhaseOut, 0);
   if (!b.owner()) return;
   constexpr int kRowUnits = kOwnedRows / kPageRows;
+  constexpr int kHeld = kSpareRegisters ? 1 : kRowUnits;  // units in registers before the input is there: up to 32 each
   const int row = 8 * (b.warp % kRowUnits) + (b.lane & 7);
   float scale = 1;
   if constexpr (kAttentionFp8)
     scale = __ldg(b.p.dense_scales + b.layer * kDenseScaleLayer + kQkvRows + b.sm * kOwnedRows + row);
-  uint4 x[kQParts][2];
   uint64_t v[kQParts];
+  UnitWeights<kAttentionFp8, kQParts> weights[kHeld];
+#pragma unroll
+  for (int i = 0; i < kHeld; i++) weights[i].load(b, ring);
+  const uint64_t* src = b.copy(kXAttention, kQRows / 2);
+  b.wait_first(src + dense_column<kAttentionFp8>(b, 0) / 2 - b.lane);
   b.wait([&] {
     bool ready = true;
 #pragma unroll
     for (int h = 0; h < kQParts; h++) {
-      v[h] = load_relaxed(b.copy(kXAttention, kQRows / 2) + dense_column<kAttentionFp8>(b, h) / 2);
+      v[h] = load_relaxed(src + dense_column<kAttentionFp8>(b, h) / 2);
       ready = ready && b.fresh(v[h]);
     }
     return ready;
   });
 #pragma unroll
-  for (int h = 0; h < kQParts; h++) dense_operands<kAttentionFp8>(b, h, (uint32_t)v[h], x[h]);
+  for (int h = 0; h < kQParts; h++) b.s.x[b.warp][h * 32 + b.lane] = (uint32_t)v[h];
+  __syncwarp();
   b.stamp<kDebug>(kPhaseOut, 1);
 #pragma unroll 1
-  for (int u = 0; u < kRowUnits; u++) dense_unit<kAttentionFp8>(b, ring, b.s.small, u, x);
+  for (int u = 0; u < kRowUnits; u += kHeld) {
+    if (u) {
+#pragma unroll
+      for (int i = 0; i < kHeld; i++) weights[i].load(b, ring);
+    }
+    float acc[kHeld][2][4] = {};
+#pragma unroll
+    for (int h = 0; h < kQParts; h++) {
+      uint4 x[2];
+      load_operands<kAttentionFp8>(b, h, x);
+#pragma unroll
+      for (int i = 0; i < kHeld; i++) weights[i].multiply(acc[i], h, x);
+    }
+#pragma unroll
+    for (int i = 0; i < kHeld; i++) store_unit(b, b.s.small, u + i, acc[i]);
+  }
   b.stamp<kDebug>(kPhaseOut, 2);
   team_sync<kTeam>();
   if (b.warp < kRowUnits) {

@@ -125,7 +125,27 @@ __device__ __forceinline__ void decode_down(DecodeBlock& b, ExpertRing& ring) {
   for (int i = 1; i < kTopK; i *= 2) sum += __shfl_xor_sync(~0u, sum, i);
   const float scale =
       __fdividef(__shfl_sync(~0u, weight, slot), sum) * kAloneSum * b.s.expert_scale[b.epoch & 1][slot].z;
+  // The weights go into registers while the input is awaited.
+  ExpertRing mine = ring;
+  mine.n += slot / 2;
+  mine.wait_full();
+  const uint8_t* tile = b.s.expert[mine.slot()] + slot % 2 * kDownTileBytes;
+  const uint4* codes = (const uint4*)tile + half * kChunks * 32 + b.lane;
+  const int g = b.lane >> 2, t = b.lane & 3;
+  const uint8_t* scales = tile + kMoeIntermediate / 64 * 512 + 64 * (half * kChunks + t / 2) + 8 * g + 4 * (t % 2);
+  uint4 q[kPairs][2];
+  uint32_t s[kPairs], loaded = 0;
+#pragma unroll
+  for (int i = 0; i < kPairs; i++) {
+    q[i][0] = codes[64 * i], q[i][1] = codes[64 * i + 32];
+    s[i] = *(const uint32_t*)(scales + 128 * i);
+    loaded |= q[i][0].w | q[i][1].w | s[i];
+  }
+  static_assert(kChunks % 2 == 0);
+  mine.release(loaded, b.zero, b.lane, 4);  // four warps share the page, sixteen arrivals free it
+  ring.n += kTopK / 2;
   ulonglong2 v[kPairs];
+  b.wait_first(src - 2 * b.lane);
   b.wait([&] {
     bool ready = true;
 #pragma unroll
@@ -140,30 +160,16 @@ __device__ __forceinline__ void decode_down(DecodeBlock& b, ExpertRing& ring) {
     *(uint2*)&b.s.x[b.warp][64 * i + 2 * b.lane] = make_uint2((uint32_t)v[i].x, (uint32_t)v[i].y);
   __syncwarp();
   b.stamp<kDebug>(kPhaseDown, 1);
-  ExpertRing mine = ring;
-  mine.n += slot / 2;
-  mine.wait_full();
-  const uint8_t* tile = b.s.expert[mine.slot()] + slot % 2 * kDownTileBytes;
-  const uint4* codes = (const uint4*)tile + half * kChunks * 32 + b.lane;
-  const int g = b.lane >> 2, t = b.lane & 3;
-  const uint8_t* scales = tile + kMoeIntermediate / 64 * 512 + 64 * (half * kChunks + t / 2) + 8 * g + 4 * (t % 2);
   // Of two chunks this lane's columns are in one at most.
   const uint32_t* x0 = alone_operand(b, 0, &b.s.x[b.warp][8 * t]);
   const uint32_t* x1 = alone_operand(b, 1, &b.s.x[b.warp][8 * t + 32]);
   const int step0 = x0 == b.s.zeros ? 0 : 64, step1 = x1 == b.s.zeros ? 0 : 64;
   float sums[2] = {};
-  uint32_t loaded = 0;
-#pragma unroll 1  // a short loop: its code is fetched once and then warm
-  for (int c = 0; c < kChunks; c += 2, codes += 64, scales += 128, x0 += step0, x1 += step1) {
-    const uint4 q[2] = {codes[0], codes[32]};
-    const uint32_t s = *(const uint32_t*)scales;
-    loaded |= q[0].w | q[1].w | s;
+#pragma unroll
+  for (int i = 0; i < kPairs; i++, x0 += step0, x1 += step1) {
     const uint4 x[4] = {*(const uint4*)x0, *(const uint4*)(x0 + 4), *(const uint4*)x1, *(const uint4*)(x1 + 4)};
-    mma_nvfp4_alone<2>(sums, q, s, x);
+    mma_nvfp4_alone<2>(sums, q[i], s[i], x);
   }
-  static_assert(kChunks % 2 == 0);
-  mine.release(loaded, b.zero, b.lane, 4);  // four warps share the page, sixteen arrivals free it
-  ring.n += kTopK / 2;
   const float row_sum = sum_alone(sums, t) * scale;
   if (t < 2) b.s.small[b.warp][8 * t + g] = row_sum;
   b.stamp<kDebug>(kPhaseDown, 2);

@@ -37,7 +37,11 @@ __device__ __forceinline__ void decode_head(DecodeBlock& b, DenseRing& ring) {
     if constexpr (kHeadFp8)
       if (b.warp < units) scale = __ldg(b.p.head_scales + 8 * (u + b.warp) + (b.lane & 7));
 #pragma unroll 1
-    for (int i = 0; i < units; i++) dense_unit<kHeadFp8>(b, ring, b.s.big, i, x);
+    for (int i = 0; i < units; i++) {
+      UnitWeights<kHeadFp8, kHiddenParts> weights;
+      weights.load(b, ring);
+      dense_unit(b, weights, b.s.big, i, x);
+    }
     team_sync<kTeam>();
     if (u == u0) rms = inverse_rms(b.s.squares[0]);
     if (b.warp < units) {

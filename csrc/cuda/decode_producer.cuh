@@ -57,7 +57,7 @@ __device__ __forceinline__ void decode_produce_dense(const DecodeParams& p, Deco
             prefetch_when_idle(out, s, qkv + i * kPageBytes, qkv_pages - i, epoch * kPhases + kPhaseDown);
           if (out_pages && p.prefetch > 1) prefetch_when_idle(out, s, o, out_pages, epoch * kPhases + kPhaseDown);
         }
-        // What fits into the ring is fetched while the router's exchanges wait behind it, the rest while nobody does.
+        // What fits into the ring is fetched while exchanges wait behind it, the rest while nobody does.
         out.flight = i < kDenseSlots ? p.qkv_flight : p.dense_flight;
         const uint8_t* w = i < qkv_pages ? qkv + i * kPageBytes : o + (i - qkv_pages) * kPageBytes;
         if (i == 0) stamp_stream(p, step, layer, kStreamQkv, 0);
