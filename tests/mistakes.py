@@ -40,7 +40,13 @@ def sources(mistake: str) -> Iterator[None]:
     if not mistake:
         yield
         return
-    name, changes = MISTAKES[mistake]
+    with changed(*MISTAKES[mistake]):
+        yield
+
+
+@contextmanager
+def changed(name: str, changes: list[tuple[str, str]]) -> Iterator[None]:
+    """compile.sources() is a copy with these replacements in one file, each of a text that is there once."""
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         csrc = Path(folder) / "csrc"
         shutil.copytree(compile.sources(), csrc)

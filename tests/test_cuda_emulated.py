@@ -173,7 +173,7 @@ def test_a_warp_that_learns_of_the_end_too_early():
     namespace mk {
     template <class T>
     T load_late(const T& word) {
-      for (int i = 0; threadIdx.x / 32 == 2 && i < 4000 && !load_unordered(word); i++) __nanosleep(20);
+      for (int i = 0; threadIdx.x / 64 == 1 && i < 4000 && !load_unordered(word); i++) __nanosleep(20);
       return load_unordered(word);
     }
     }  // namespace mk
@@ -182,6 +182,21 @@ def test_a_warp_that_learns_of_the_end_too_early():
     calls = (("generate", [PROMPT[:1]], {"max_new_tokens": 2}),)
     found = [emulator.Emulated.random(layout, LIMITS, 2, add=add).calls(*calls)[0] for add in ("", late)]
     assert found[0] == found[1] and found[0][1] == abi.OK
+
+
+def test_attention_over_many_positions():
+    """Over more positions than there is time for here a unit of attention has several blocks of rows. With the limit at
+    none: three blocks, for four squads."""
+    layout = cuda_layout(
+        small_spec(hidden_size=64, vocab_size=13, num_attention_heads=6, num_key_value_heads=2, layers=TWO_LAYERS)
+    )
+    ordinary = emulator.Emulated.random(layout, LIMITS, 3)
+    many = dataclasses.replace(ordinary, header=f"// many positions\n{ordinary.header}")
+    text = PROMPT * 3
+    with mistakes.changed("cuda/step_block.cuh", [("kFewTiles = 64;", "kFewTiles = 0;")]):
+        (found,) = many.calls(("run", [text], {"cuts": [16]}), races=True)
+    wanted = plain_model.logits(layout.spec, many.weights.plain(), text)
+    assert relative_error(found, wanted) < 2e-2
 
 
 def test_a_wait_that_ends_says_so(built):

@@ -9,7 +9,8 @@
 
 namespace mk {
 
-template <int kVocab>
+// kSpare: with fewer registers.
+template <int kVocab, bool kSpare>
 struct TokenSampler {
   const Sampling& r;
   Logits<kVocab> logits;
@@ -70,7 +71,7 @@ struct TokenSampler {
       far = min(far, floor);
       sum = sum_runs(logits, distances, place_of(kFar - 1, kLastToken), s).all;
     }
-    int n = listed(collect(logits, distances, 0, place_of(far, kLastToken), s), s);
+    int n = listed<kSpare>(collect<kVocab, kSpare>(logits, distances, 0, place_of(far, kLastToken), s), s);
     if (n > kListTokens) return -1;
     sort_list(s.list, n, tid);
     if (top_k()) n = min(n, r.top_k);
@@ -171,7 +172,7 @@ struct TokenSampler {
       to = min(limit, from | ((uint64_t{1} << low) - 1));
       target = s.rest;
       if (s.inside > kListTokens) continue;  // never after the last digit: a place is there once
-      const int n = listed(collect(logits, distances, from, to, s), s);
+      const int n = listed<kSpare>(collect<kVocab, kSpare>(logits, distances, from, to, s), s);
       sort_list(s.list, n, tid);
       return s.list[by_weight ? list_find(s.list, n, 32, target, s, tid) : (int)target];
     }
@@ -262,7 +263,7 @@ __device__ __forceinline__ int first_of(float top, Logits<kVocab> logits, Sample
 // [length] tokens so far. tid: 0 .. kTeam - 1; all threads of the team call it, and meet nobody else. The scratch may
 // serve something else before the call and after it. NaN is never chosen; without a finite highest logit the token is
 // the first that has it.
-template <int kVocab>
+template <int kVocab, bool kSpare = kSpareRegisters>
 __device__ __forceinline__ int sample(const Sampling& r, float* logits, const int32_t* history, int length,
                                       int position, int tid, SamplerScratch& scratch) {
   const Logits<kVocab> view{logits, tid};
@@ -275,8 +276,8 @@ __device__ __forceinline__ int sample(const Sampling& r, float* logits, const in
     token = first_of(top, view, scratch);
   } else {
     const uint32_t floor = r.min_p > 0 ? __float_as_uint(logf(r.min_p)) & 0x7FFFFFFF : kFar;
-    const TokenSampler<kVocab> sampler{r,        view,    Distances(top, r.temperature), min(floor, kFar - 1),
-                                       position, scratch, tid};
+    const TokenSampler<kVocab, kSpare> sampler{
+        r, view, Distances(top, r.temperature), min(floor, kFar - 1), position, scratch, tid};
     if (sampler.top_k() || sampler.top_p()) token = sampler.choose_from_list(best);
     if (token < 0) token = sampler.choose_from_all();
   }

@@ -191,7 +191,7 @@ __device__ __forceinline__ float component(float4 v, int k) { return k == 0 ? v.
 
 // Lists the places in [from, to] and returns their number: exact up to kListTokens, else any above. Where registers are
 // spared the caller has it from listed(): what a called function returns may be handed over in the stack.
-template <int kVocab>
+template <int kVocab, bool kSpare>
 MK_CALLED int collect(Logits<kVocab> logits, Distances distances, uint64_t from, uint64_t to, SamplerScratch& s) {
   const int lane = logits.tid & 31;
   const float low = distances.logit_at((uint32_t)(to >> 32));
@@ -215,10 +215,11 @@ MK_CALLED int collect(Logits<kVocab> logits, Distances distances, uint64_t from,
     }
   });
   team_sync<kTeam>();
-  return kSpareRegisters ? 0 : min(s.listed, kListTokens + 1);
+  return kSpare ? 0 : min(s.listed, kListTokens + 1);
 }
+template <bool kSpare>
 __device__ __forceinline__ int listed(int collected, const SamplerScratch& s) {
-  return kSpareRegisters ? min((int)s.listed, kListTokens + 1) : collected;
+  return kSpare ? min((int)s.listed, kListTokens + 1) : collected;
 }
 
 // Sums of the weights up to the limit: every thread's own of one run of tokens, those of the runs before, all.

@@ -1,26 +1,39 @@
 // Attention of the step kernel: q/k norm, RoPE, KV write, attention over a split of the cache, combination of the splits.
 //
-// A unit is one KV head and the tiles of 16 positions t = split, split + splits, ...; its rows are the query heads of the
-// group for every token, token major, 16 rows to an MMA. Tiles come through the experts' ring, two a page; those of the new
-// positions are copied once they are written. Squads of four warps work on their row blocks and the 32 positions of a page:
-// each warp scores eight of the positions, then all weigh a quarter of the head's dimensions each. Where there are fewer row
-// blocks than squads, several squads share them and divide the pages.
+// A unit is one KV head, some of the step's tokens, and the tiles of 16 positions t = split, split + splits, ... Its
+// rows are the query heads of the group for every token, token major, 16 rows to an MMA. Tiles come through the
+// experts' ring, two a page; those with new positions are made in shared memory by every unit that looks at them, and
+// one of them writes the new positions to the cache. Squads of four warps work on a row block and the 32 positions of a
+// page: each warp scores eight of the positions, then all weigh a quarter of the head's dimensions each. Where there
+// are fewer row blocks than squads, several squads share one and divide the pages.
 #pragma once
 #include "step_producer.cuh"
 
 namespace mk {
 
-// Rows of a unit, blocks of 16 of them, and blocks that the squads take at a time. Functions, so that their values need no
-// registers between two uses.
-__device__ __forceinline__ int attention_rows(const StepBlock& b) { return b.tokens() * kGroup; }
-__device__ __forceinline__ int row_blocks(const StepBlock& b) { return ceil_div(attention_rows(b), 16); }
+// A unit of this step. Made anew where it is used, so that it needs no registers in between.
+struct Unit {
+  int kv_head, split, splits, group, token0, tokens;
+  __device__ __forceinline__ Unit(const StepBlock& b, int unit) {
+    const AttentionPlan plan = attention_plan(b);
+    splits = plan.splits;
+    group = unit % plan.groups, unit /= plan.groups;
+    split = unit % splits, kv_head = unit / splits;
+    token0 = group * plan.tokens;
+    tokens = min(plan.tokens, b.tokens() - token0);
+  }
+  __device__ __forceinline__ int rows() const { return tokens * kGroup; }
+  __device__ __forceinline__ int part() const { return kv_head * splits + split; }
+};
+// Squads until one has the same row block again. Of the model's group, so that ranks which share it sum in the same
+// order.
 __device__ __forceinline__ int squad_spread(const StepBlock& b) {
-  const int blocks = attention_blocks(b.tokens());  // of the model's group, so that ranks which share it sum in the same order
+  const int blocks = attention_blocks(attention_plan(b).tokens);
   return blocks > 2 ? kSquads : blocks;
 }
 
 // A row block's running softmax: outputs of this warp's quarter of the dimensions for rows g and g + 8. The sums are of this
-// warp's positions. A squad has blocks squad, squad + spread, ...
+// warp's positions. A squad has block squad % spread.
 constexpr int kQuarterTiles = kHeadDim / 32;
 struct RunningSoftmax {
   float out[kQuarterTiles][4] = {};
@@ -29,12 +42,10 @@ struct RunningSoftmax {
 
 // What attention uses of the shared memory that phases use in turn.
 struct AttentionScratch {
-  uint16_t q[kStepRows][kQStride];
-  SquadScores scores[kSquads][kSquadBlocks];
-  union {
-    alignas(16) uint8_t fresh[2][2 * kTileBytes];  // tiles with new positions
-    float lines[kWarps][2][kHeadDim];              // vectors before rotation
-  };
+  uint16_t q[kUnitQueries][kQStride];
+  SquadScores scores[kSquads];
+  alignas(16) uint8_t fresh[2][2 * kTileBytes];  // tiles with new positions
+  float lines[kRotary == kHeadDim ? 1 : kWarps][2][kRotary == kHeadDim ? 4 : kHeadDim];  // vectors before rotation
 };
 // Outputs of squads that share a row block; they take the place of the queries.
 struct SquadOutputs {
@@ -42,9 +53,33 @@ struct SquadOutputs {
   float2 sums[kSquads][16];
 };
 
-// Queries of the unit into shared memory; keys and values of new positions whose tiles are the unit's into the cache. A job is
-// a vector: the rows of queries, then of every token its key and its value. Half a warp has one: lane l of sixteen holds
-// kRun dimensions from kRun l on, and as many from kHeadDim / 2 + kRun l on.
+// Of a tile with new positions what is not new: earlier positions from the cache, zeros for those that are still to
+// come. Other units write the new positions of this tile meanwhile, so nothing else of it may be read.
+__device__ __forceinline__ void fill_fresh(const StepBlock& b, const Unit& u, int tile) {
+  const int begin = b.position() - tile * kTile, end = begin + b.tokens();  // of the new ones in the tile
+  if (begin <= 0 && end >= kTile) return;
+  const uint8_t* from = b.p.kv + kv_tile_offset(b.layer(), u.kv_head, tile);
+  uint8_t* to = b.scratch<AttentionScratch>()->fresh[tile - b.position() / kTile];
+#pragma unroll 1
+  for (int i = b.tid; i < kTileBytes / 16; i += kTeam) {
+    const int at = i / kHeadDim * 8 + i % 32 / 4;
+    if (at < begin || at >= end) ((uint4*)to)[i] = at < begin ? __ldcg((const uint4*)from + i) : make_uint4(0, 0, 0, 0);
+  }
+  from += kTileBytes, to += kTileBytes;
+#pragma unroll 1
+  for (int i = b.tid; i < kTileBytes / 8; i += kTeam)
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+      const int at = i % 4 * 4 + k;
+      if (at < begin || at >= end)
+        ((uint16_t*)to)[4 * i + k] = at < begin ? __ldcg((const uint16_t*)from + 4 * i + k) : (uint16_t)0;
+    }
+}
+
+// Queries of the unit into shared memory, and keys and values of new positions whose tiles are of its split; of the
+// units that have these the first writes them to the cache too. A job is a vector: the rows of queries, then of every
+// token its key and its value. Half a warp has one: lane l of sixteen holds kRun dimensions from kRun l on, and as many
+// from kHeadDim / 2 + kRun l on.
 constexpr int kRun = kHeadDim / 32;
 __device__ __forceinline__ void load_run(float (&v)[kRun], const float* src, bool cached) {
   if constexpr (kRun == 4) {
@@ -59,12 +94,20 @@ __device__ __forceinline__ void store_run(uint16_t* to, const float (&v)[kRun]) 
 #pragma unroll
   for (int i = 0; i < kRun; i += 2) *(uint32_t*)(to + i) = pack_bf16x2(v[i], v[i + 1]);
 }
-__device__ __forceinline__ void prepare_unit(const StepBlock& b, int kv_head, int split, int splits) {
+__device__ __forceinline__ void prepare_unit(const StepBlock& b, const Unit& u) {
   static_assert(kRun == 2 || kRun == 4);
-  const int rows = b.tokens() * kGroup, jobs = rows + 2 * b.tokens(), d = b.lane() % 16 * kRun;
+  const int kv_head = u.kv_head, rows = u.rows(), d = b.lane() % 16 * kRun;
+  int jobs = rows;
+#pragma unroll 1
+  for (int tile = b.position() / kTile; tile <= (b.position() + b.tokens() - 1) / kTile; tile++)
+    if (tile % u.splits == u.split) {
+      fill_fresh(b, u, tile);
+      jobs = rows + 2 * b.tokens();
+    }
 #pragma unroll 1
   for (int first = 2 * b.warp; first < jobs; first += 2 * kWarps) {  // the two halves stay together for the shuffles
-    const int job = min(first + b.lane() / 16, jobs - 1), token = job < rows ? job / kGroup : (job - rows) / 2;
+    const int job = min(first + b.lane() / 16, jobs - 1);
+    const int token = job < rows ? u.token0 + job / kGroup : (job - rows) / 2;
     const bool is_query = job < rows, is_value = !is_query && (job - rows) % 2, real = first + b.lane() / 16 < jobs;
     const int head = is_query ? kv_head * kGroup + job % kGroup : kHeads + is_value * kKvHeads + kv_head;
     const int position = b.position() + token;
@@ -127,79 +170,77 @@ __device__ __forceinline__ void prepare_unit(const StepBlock& b, int kv_head, in
       }
       __syncwarp();
     }
-    if (!real || (!is_query && position / kTile % splits != split)) continue;
+    if (!real || (!is_query && position / kTile % u.splits != u.split)) continue;
+    uint8_t* fresh = b.scratch<AttentionScratch>()->fresh[is_query ? 0 : position / kTile - b.position() / kTile];
     uint8_t* tile = b.p.kv + kv_tile_offset(b.layer(), kv_head, position / kTile);
     if (is_value) {
 #pragma unroll
-      for (int i = 0; i < kRun; i++) {
-        *(uint16_t*)(tile + kTileBytes + v_offset(position, d + i)) = (uint16_t)pack_bf16x2(x[i], 0.f);
-        *(uint16_t*)(tile + kTileBytes + v_offset(position, d + i + kHeadDim / 2)) = (uint16_t)pack_bf16x2(y[i], 0.f);
+      for (int i = 0; i < 2 * kRun; i++) {
+        const int at = kTileBytes + v_offset(position, i < kRun ? d + i : d + i - kRun + kHeadDim / 2);
+        const uint16_t v = (uint16_t)pack_bf16x2(i < kRun ? x[i] : y[i - kRun], 0.f);
+        *(uint16_t*)(fresh + at) = v;
+        if (u.group == 0) *(uint16_t*)(tile + at) = v;
       }
       continue;
     }
     uint16_t* q = b.scratch<AttentionScratch>()->q[is_query ? job : 0];
-    store_run(is_query ? q + d : (uint16_t*)(tile + k_offset(position, d)), x);
-    store_run(is_query ? q + d + kHeadDim / 2 : (uint16_t*)(tile + k_offset(position, d + kHeadDim / 2)), y);
+    const int low = k_offset(position, d), high = k_offset(position, d + kHeadDim / 2);
+    store_run(is_query ? q + d : (uint16_t*)(fresh + low), x);
+    store_run(is_query ? q + d + kHeadDim / 2 : (uint16_t*)(fresh + high), y);
+    if (is_query || u.group) continue;
+    store_run((uint16_t*)(tile + low), x);
+    store_run((uint16_t*)(tile + high), y);
   }
 }
 
-// Two tiles in shared memory (the second may not be there) against this squad's row blocks. position0, position1: their first
-// positions. Returns what a release of the tiles must depend on.
-__device__ __forceinline__ uint32_t attend_tiles(const StepBlock& b, RunningSoftmax (&r)[kSquadBlocks],
+// Two tiles in shared memory (the second may not be there) against this squad's row block. position0, position1: their
+// first positions. Returns what a release of the tiles must depend on.
+__device__ __forceinline__ uint32_t attend_tiles(const StepBlock& b, RunningSoftmax& r, int token0,
                                                  const uint8_t* tiles, int position0, int position1, bool second,
                                                  int window) {
   AttentionScratch& scratch = *b.scratch<AttentionScratch>();
   const int member = b.warp & 3, squad = b.warp >> 2, g = b.lane() >> 2, t = b.lane() & 3;
-  const int spread = squad_spread(b), blocks = row_blocks(b), block0 = squad % spread;
+  const int block = squad % squad_spread(b);
   const bool mine = member < 2 || second;
   const uint4* keys = (const uint4*)(tiles + member / 2 * 2 * kTileBytes) + member % 2 * (kHeadDim / 32) * 32 + b.lane();
   const float scale = kQkScale * rsqrtf((float)kHeadDim) * 1.4426950408889634f;  // and exponents of two
-  float s[kSquadBlocks][4] = {};  // positions 2 t and 2 t + 1 of rows g and g + 8
-#pragma unroll 1  // or all queries would be loaded first, into registers that there are not
-  for (int i = 0; i < kHeadDim / 32; i++) {
-    const uint4 k = keys[32 * i];
+  float s[4] = {};  // positions 2 t and 2 t + 1 of rows g and g + 8
+  const uint16_t* q = scratch.q[16 * block + g] + 8 * t;
 #pragma unroll
-    for (int n = 0; n < kSquadBlocks; n++) {
-      if (n && block0 + n * spread >= blocks) break;
-      const uint16_t* q = scratch.q[16 * (block0 + n * spread) + g] + 32 * i + 8 * t;
-      const uint4 q0 = *(const uint4*)q, q1 = *(const uint4*)(q + 8 * kQStride);
-      mma_bf16(s[n], q0.x, q1.x, q0.y, q1.y, k.x, k.y);
-      mma_bf16(s[n], q0.z, q1.z, q0.w, q1.w, k.z, k.w);
-    }
+  for (int i = 0; i < kHeadDim / 32; i++) {
+    const uint4 k = keys[32 * i], q0 = *(const uint4*)(q + 32 * i), q1 = *(const uint4*)(q + 32 * i + 8 * kQStride);
+    mma_bf16(s, q0.x, q1.x, q0.y, q1.y, k.x, k.y);
+    mma_bf16(s, q0.z, q1.z, q0.w, q1.w, k.z, k.w);
   }
   // Masked scores are -inf. Rows behind the last token's are computed and never looked at.
+  SquadScores& x = scratch.scores[squad];
 #pragma unroll
-  for (int n = 0; n < kSquadBlocks; n++)
+  for (int h = 0; h < 2; h++) {
+    const int self = b.position() + token0 + (16 * block + g + 8 * h) / kGroup;
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
-      const int self = b.position() + (16 * (block0 + n * spread) + g + 8 * h) / kGroup;
-#pragma unroll
-      for (int i = 0; i < 2; i++) {
-        const int at = (member < 2 ? position0 : position1) + member % 2 * 8 + 2 * t + i;
-        float& score = s[n][2 * h + i];
-        score = mine && at <= self && (window == 0 || at > self - window) ? score * scale : -INFINITY;
-      }
-      float top = fmaxf(s[n][2 * h], s[n][2 * h + 1]);
-      top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-      top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-      if (t == 0) scratch.scores[squad][n].top[g + 8 * h][member] = top;
+    for (int i = 0; i < 2; i++) {
+      const int at = (member < 2 ? position0 : position1) + member % 2 * 8 + 2 * t + i;
+      float& score = s[2 * h + i];
+      score = mine && at <= self && (window == 0 || at > self - window) ? score * scale : -INFINITY;
     }
+    float top = fmaxf(s[2 * h], s[2 * h + 1]);
+    top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+    top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+    if (t == 0) x.top[g + 8 * h][member] = top;
+  }
   group_sync(kSquadBarrier + squad, 128);
 #pragma unroll
-  for (int n = 0; n < kSquadBlocks; n++)
+  for (int h = 0; h < 2; h++) {
+    const float4 all = *(const float4*)x.top[g + 8 * h];
+    const float top = fmaxf(fmaxf(fmaxf(all.x, all.y), fmaxf(all.z, all.w)), r.top[h]);
+    const float base = top == -INFINITY ? 0.f : top, fade = exp2_approx(r.top[h] - base);
+    r.top[h] = top;
+    const uint32_t p = pack_bf16x2(exp2_approx(s[2 * h] - base), exp2_approx(s[2 * h + 1] - base));
+    *(uint32_t*)&x.p[g + 8 * h][8 * member + 2 * t] = p;
+    r.sum[h] = r.sum[h] * fade + (bf16_low(p) + bf16_high(p));
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
-      SquadScores& x = scratch.scores[squad][n];
-      const float4 all = *(const float4*)x.top[g + 8 * h];
-      const float top = fmaxf(fmaxf(fmaxf(all.x, all.y), fmaxf(all.z, all.w)), r[n].top[h]);
-      const float base = top == -INFINITY ? 0.f : top, fade = exp2_approx(r[n].top[h] - base);
-      r[n].top[h] = top;
-      const uint32_t p = pack_bf16x2(exp2_approx(s[n][2 * h] - base), exp2_approx(s[n][2 * h + 1] - base));
-      *(uint32_t*)&x.p[g + 8 * h][8 * member + 2 * t] = p;
-      r[n].sum[h] = r[n].sum[h] * fade + (bf16_low(p) + bf16_high(p));
-#pragma unroll
-      for (int j = 0; j < kQuarterTiles; j++) r[n].out[j][2 * h] *= fade, r[n].out[j][2 * h + 1] *= fade;
-    }
+    for (int j = 0; j < kQuarterTiles; j++) r.out[j][2 * h] *= fade, r.out[j][2 * h + 1] *= fade;
+  }
   group_sync(kSquadBarrier + squad, 128);
   uint32_t loaded = 0;  // the keys are there already: the scores came of them
 #pragma unroll
@@ -209,84 +250,65 @@ __device__ __forceinline__ uint32_t attend_tiles(const StepBlock& b, RunningSoft
     uint2 v[kQuarterTiles];
 #pragma unroll
     for (int j = 0; j < kQuarterTiles; j++) v[j] = values[32 * j], loaded |= v[j].y;
+    const uint2 p0 = *(const uint2*)&x.p[g][16 * i + 4 * t], p1 = *(const uint2*)&x.p[g + 8][16 * i + 4 * t];
 #pragma unroll
-    for (int n = 0; n < kSquadBlocks; n++) {
-      const SquadScores& x = scratch.scores[squad][n];
-      const uint2 p0 = *(const uint2*)&x.p[g][16 * i + 4 * t], p1 = *(const uint2*)&x.p[g + 8][16 * i + 4 * t];
-#pragma unroll
-      for (int j = 0; j < kQuarterTiles; j++) mma_bf16(r[n].out[j], p0.x, p1.x, p0.y, p1.y, v[j].x, v[j].y);
-    }
+    for (int j = 0; j < kQuarterTiles; j++) mma_bf16(r.out[j], p0.x, p1.x, p0.y, p1.y, v[j].x, v[j].y);
   }
   return loaded;
 }
 
 // Everything of a unit that this squad looks at; advances the ring over the unit's pages. The fresh tiles are in scratch.
-__device__ __forceinline__ void attend_unit(const StepBlock& b, RunningSoftmax (&r)[kSquadBlocks], StepRing& ring, int unit) {
-  const int splits = step_splits(b), split = unit % splits, squad = b.warp >> 2;
+__device__ __forceinline__ void attend_unit(const StepBlock& b, RunningSoftmax& r, StepRing& ring, int unit) {
+  const Unit u(b, unit);
+  const int splits = u.splits, split = u.split, squad = b.warp >> 2;
   const int spread = squad_spread(b), shares = kSquads / spread, share = squad / spread;
   const int window = window_of(b.layer(), std::make_index_sequence<kLayers>());
   const UnitTiles tiles(b.layer(), b.position(), split, splits);
-  const uint32_t start = ring.n;
-#pragma unroll 1
-  for (int page = share; page < tiles.pages(); page += shares) {
-    const int i = tiles.first + 2 * page;
-    ring.n = start + page;
-    ring.wait_full();
-    const uint32_t loaded = attend_tiles(b, r, b.s.expert[ring.slot()], (i * splits + split) * kTile,
-                                         ((i + 1) * splits + split) * kTile, i + 1 < tiles.end, window);
-    ring.release(loaded, b.zero, b.lane(), kSquads / spread);
-  }
-  ring.n = start + tiles.pages();
   const int fresh0 = b.position() / kTile, fresh1 = (b.position() + b.tokens() - 1) / kTile;
   const bool has0 = fresh0 % splits == split, has1 = fresh1 != fresh0 && fresh1 % splits == split;
-  if (share == 0 && (has0 || has1)) {
-    const AttentionScratch& scratch = *b.scratch<AttentionScratch>();
-    attend_tiles(b, r, has0 ? scratch.fresh[0] : scratch.fresh[1], (has0 ? fresh0 : fresh1) * kTile, fresh1 * kTile,
-                 has0 && has1, window);
+  const uint32_t start = ring.n;
+  const int pages = tiles.pages();
+  // The fresh tiles come last.
+#pragma unroll 1
+  for (int page = share;; page += shares) {
+    const bool fresh = page >= pages;
+    if (fresh && (share || !(has0 || has1))) break;
+    const int i = tiles.first + 2 * page;
+    ring.n = start + page;
+    if (!fresh) ring.wait_full();
+    const uint8_t* at = fresh ? b.scratch<AttentionScratch>()->fresh[has0 ? 0 : 1] : b.s.expert[ring.slot()];
+    const int position0 = fresh ? (has0 ? fresh0 : fresh1) * kTile : (i * splits + split) * kTile;
+    const int position1 = fresh ? fresh1 * kTile : ((i + 1) * splits + split) * kTile;
+    const uint32_t loaded =
+        attend_tiles(b, r, u.token0, at, position0, position1, fresh ? has0 && has1 : i + 1 < tiles.end, window);
+    if (fresh) break;
+    ring.release(loaded, b.zero, b.lane(), kSquads / spread);
   }
+  ring.n = start + pages;
   // The warps' sums become the squad's.
   const int member = b.warp & 3, g = b.lane() >> 2, t = b.lane() & 3;
-  SquadScores* x = b.scratch<AttentionScratch>()->scores[squad];
+  SquadScores& x = b.scratch<AttentionScratch>()->scores[squad];
 #pragma unroll
-  for (int n = 0; n < kSquadBlocks; n++)
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-      r[n].sum[h] += __shfl_xor_sync(~0u, r[n].sum[h], 1);
-      r[n].sum[h] += __shfl_xor_sync(~0u, r[n].sum[h], 2);
-      if (t == 0) x[n].top[g + 8 * h][member] = r[n].sum[h];
-    }
+  for (int h = 0; h < 2; h++) {
+    r.sum[h] += __shfl_xor_sync(~0u, r.sum[h], 1);
+    r.sum[h] += __shfl_xor_sync(~0u, r.sum[h], 2);
+    if (t == 0) x.top[g + 8 * h][member] = r.sum[h];
+  }
   group_sync(kSquadBarrier + squad, 128);
 #pragma unroll
-  for (int n = 0; n < kSquadBlocks; n++)
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-      const float4 all = *(const float4*)x[n].top[g + 8 * h];
-      r[n].sum[h] = (all.x + all.y) + (all.z + all.w);
-    }
-}
-
-// Tiles with new positions, from the cache, where this block has just written them, to shared memory.
-__device__ __forceinline__ void copy_fresh(const StepBlock& b, int kv_head, int split, int splits) {
-  const int fresh0 = b.position() / kTile, fresh1 = (b.position() + b.tokens() - 1) / kTile;
-  AttentionScratch& scratch = *b.scratch<AttentionScratch>();
-  bool any = false;
-  for (int i = 0; i < 2; i++) {
-    const int tile = fresh0 + i;
-    if (tile > fresh1 || tile % splits != split) continue;
-    any = true;
-    const uint8_t* from = b.p.kv + kv_tile_offset(b.layer(), kv_head, tile);
-    for (int at = 16 * b.tid; at < 2 * kTileBytes; at += 16 * kTeam) copy_16(scratch.fresh[i] + at, from + at);
+  for (int h = 0; h < 2; h++) {
+    const float4 all = *(const float4*)x.top[g + 8 * h];
+    r.sum[h] = (all.x + all.y) + (all.z + all.w);
   }
-  if (!any) return;
-  copies_done();
-  team_sync<kTeam>();
 }
 
-// Outputs and sums of one row block to where it is summed up or kept.
-__device__ __forceinline__ void store_block(const StepBlock& b, const RunningSoftmax& r, float* out, float2* sums) {
+// Outputs and sums of the first `rows` rows of a block to where it is summed up or kept.
+__device__ __forceinline__ void store_block(const StepBlock& b, const RunningSoftmax& r, float* out, float2* sums,
+                                            int rows) {
   const int g = b.lane() >> 2, t = b.lane() & 3, member = b.warp & 3;
 #pragma unroll
   for (int h = 0; h < 2; h++) {
+    if (g + 8 * h >= rows) continue;
 #pragma unroll
     for (int j = 0; j < kQuarterTiles; j++)
       *(float2*)(out + (g + 8 * h) * kHeadDim + 8 * (member * kQuarterTiles + j) + 2 * t) =
@@ -296,18 +318,20 @@ __device__ __forceinline__ void store_block(const StepBlock& b, const RunningSof
 }
 
 // Several squads had the same row block: their outputs lie in shared memory.
-__device__ __forceinline__ void merge_shares(const StepBlock& b, float* out, float2* sums) {
-  const int spread = squad_spread(b), shares = kSquads / spread, rows = attention_rows(b);
+__device__ __forceinline__ void merge_shares(const StepBlock& b, int rows, float* out, float2* sums) {
+  const int spread = squad_spread(b), shares = kSquads / spread;
   const SquadOutputs& o = *b.scratch<SquadOutputs>();
 #pragma unroll 1
   for (int i = b.tid; i < rows * kHeadDim; i += kTeam) {
     const int row = i / kHeadDim, d = i % kHeadDim, squad = row / 16;
     float top = -INFINITY;
-#pragma unroll 1
-    for (int k = 0; k < shares; k++) top = fmaxf(top, o.sums[k * spread + squad][row % 16].x);
+#pragma unroll
+    for (int k = 0; k < kSquads; k++)
+      if (k < shares) top = fmaxf(top, o.sums[k * spread + squad][row % 16].x);
     float value = 0, sum = 0;
-#pragma unroll 1
-    for (int k = 0; k < shares; k++) {
+#pragma unroll
+    for (int k = 0; k < kSquads; k++) {
+      if (k >= shares) continue;
       const float2 part = o.sums[k * spread + squad][row % 16];
       const float f = part.x == -INFINITY ? 0.f : exp2_approx(part.x - top);
       value += f * o.out[k * spread + squad][row % 16][d];
@@ -351,30 +375,27 @@ __device__ __forceinline__ void step_attention(StepBlock& b, StepRing& ring) {
     team_sync<kTeam>();
   }
 #pragma unroll 1
-  for (int unit = b.sm(); unit < kKvHeads * step_splits(b); unit += kGrid) {
-    prepare_unit(b, unit / step_splits(b), unit % step_splits(b), step_splits(b));
+  for (int unit = b.sm(); unit < attention_plan(b).units(); unit += kGrid) {
+    prepare_unit(b, Unit(b, unit));
     team_sync<kTeam>();
-    copy_fresh(b, unit / step_splits(b), unit % step_splits(b), step_splits(b));
     b.stamp(kPhaseAttention, 1);
-    RunningSoftmax r[kSquadBlocks];
+    RunningSoftmax r;
     attend_unit(b, r, ring, unit);
     b.stamp(kPhaseAttention, 2);
-    float* out = b.p.partial + (int64_t)unit * kAttentionRows * kHeadDim;
-    float2* sums = b.p.partial_sums + unit * kAttentionRows;
-    const int squad = b.warp >> 2;
+    const Unit u(b, unit);
+    const int first = u.part() * kAttentionRows + u.token0 * kGroup, squad = b.warp >> 2;
+    float* out = b.p.partial + (int64_t)first * kHeadDim;
+    float2* sums = b.p.partial_sums + first;
     if (squad_spread(b) == kSquads) {
-#pragma unroll
-      for (int n = 0; n < kSquadBlocks; n++) {
-        const int row = 16 * (squad + n * kSquads);
-        if (row < attention_rows(b)) store_block(b, r[n], out + row * kHeadDim, sums + row);
-      }
+      const int row = 16 * squad;
+      if (row < u.rows()) store_block(b, r, out + row * kHeadDim, sums + row, u.rows() - row);
       team_sync<kTeam>();  // the next unit overwrites shared memory
     } else {
-      team_sync<kTeam>();  // queries and scores were read; every squad has just one block
+      team_sync<kTeam>();  // queries and scores were read
       SquadOutputs& o = *b.scratch<SquadOutputs>();
-      store_block(b, r[0], o.out[squad][0], o.sums[squad]);
+      store_block(b, r, o.out[squad][0], o.sums[squad], 16);
       team_sync<kTeam>();
-      merge_shares(b, out, sums);
+      merge_shares(b, u.rows(), out, sums);
       team_sync<kTeam>();
     }
   }
@@ -385,7 +406,7 @@ __device__ __forceinline__ void step_attention(StepBlock& b, StepRing& ring) {
 // One warp a row of heads x tokens, spread over the grid.
 __device__ __forceinline__ void step_combine(StepBlock& b) {
   b.stamp(kPhaseCombine, 0);
-  const int splits = step_splits(b);
+  const int splits = attention_plan(b).splits;
   constexpr int kLane = kHeadDim / 32;
 #pragma unroll 1
   for (int i = b.sm() + kGrid * b.warp; i < b.tokens() * kHeads; i += kGrid * kWarps) {

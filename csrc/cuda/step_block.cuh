@@ -127,15 +127,23 @@ struct alignas(16) SquadScores {
 };
 
 MK_HD int attention_blocks(int tokens) { return ceil_div(tokens * kModelGroup, 16); }
+// Most tokens of a unit of attention: one row block of the model's queries, or one for every squad. Up to kFewTiles
+// tiles of the cache units have few.
+constexpr int kFewUnitTokens = 16 / kModelGroup, kManyUnitTokens = kSquads * 16 / kModelGroup, kFewTiles = 64;
+static_assert(kModelGroup <= 16, "a token's queries of a KV head are a row block at most");
+// Row blocks of queries in shared memory. Where three are in use the fourth squad reads a block that is never looked at.
+MK_HD int query_blocks(int tokens) {
+  const int blocks = attention_blocks(tokens < kManyUnitTokens ? tokens : kManyUnitTokens);
+  return blocks > 2 ? kSquads : blocks;
+}
 // A page is a tile of weights, several of them, or two tiles of the KV cache.
 constexpr int kSlotBytes = most(kExpertPageBytes, 2 * 2 * kTileBytes);
 // Bytes of the part of shared memory that phases use in turn, at most `tokens` tokens a step, on an SM that has so many
 // rows of the experts' outputs.
 MK_HD int step_scratch(int tokens, int down_rows) {
   const int x = tokens * kXStride * 2;  // input of gate/up
-  const int blocks = attention_blocks(tokens);
-  const int queries = blocks * 16 * kQStride * 2 + kSquads * ceil_div(blocks, kSquads) * (int)sizeof(SquadScores) +
-                      2 * 2 * kTileBytes + 16;
+  const int queries = query_blocks(tokens) * 16 * kQStride * 2 + kSquads * (int)sizeof(SquadScores) + 2 * 2 * kTileBytes +
+                      (kRotary == kHeadDim ? 0 : kWarps * 2 * kHeadDim * 4) + 48;
   const int outputs = kSquads * 16 * (kHeadDim * 4 + 8);
   const int dense = kDenseChunk * kWarps * kPageRows * (tokens > 8 ? 16 : 8) * 4;  // partial sums
   const int down = kDownCopies * tokens * kTopK * down_rows * 4;
@@ -146,18 +154,16 @@ MK_HD int step_fixed(int tokens, int owned_rows) {  // everything else, rounded 
   return kStepSlots * (kPageBytes + kSlotBytes) + kWarps * 2 * 16 * 8 * 4 + tokens * owned_rows * 4 +
          16 * kWarps * 4 + kMaxTokens * kTopK * 12 + kExperts * 6 + 4096;
 }
-// Most tokens that a step of this model takes: shared memory ends somewhere, and so do the registers that hold the outputs of
-// a squad's row blocks. As one rank with the device for itself: how a prompt is cut into steps decides its last bits.
+// Most tokens that a step of this model takes: shared memory ends somewhere. As one rank with the device for itself:
+// how a prompt is cut into steps decides its last bits.
 MK_HD int step_tokens() {
   const int owned = ceil_div(kModelUnits, kDeviceGrid) * kUnitRows, down = ceil_div(kModelDownUnits, kDeviceGrid) * kUnitRows;
   int tokens = kMaxTokens;
-  while (tokens > 1 &&
-         (step_fixed(tokens, owned) + step_scratch(tokens, down) > kSharedLimit || attention_blocks(tokens) > 2 * kSquads))
-    tokens /= 2;
+  while (tokens > 1 && step_fixed(tokens, owned) + step_scratch(tokens, down) > kSharedLimit) tokens /= 2;
   return tokens;
 }
-constexpr int kStepTokens = step_tokens(), kStepRows = attention_blocks(kStepTokens) * 16;
-constexpr int kSquadBlocks = ceil_div(attention_blocks(kStepTokens), kSquads);  // row blocks of a squad
+constexpr int kStepTokens = step_tokens();
+constexpr int kUnitQueries = query_blocks(kStepTokens) * 16;
 
 // What a block knows of other ranks.
 template <bool kSeveral>
@@ -190,12 +196,13 @@ struct alignas(128) StepShared {
   // loads it again after a barrier. Written by thread 0 between the two barriers of meet().
   int32_t step, layer, position, tokens;
   uint32_t dense_pages, expert_pages;  // passed through the rings before this step
+  uint32_t expert_issued;  // low byte of the number of layers streamed, 24 bits of pages: ahead_of_experts()
   int32_t first;      // row of the first token in logits and taps
   uint32_t epoch;     // of the running layer
   uint32_t arrivals;  // at the grid barrier when all have come to the last one
   int32_t token;      // to run next
   int32_t ended;      // the generation is over
-  int32_t quit;       // the consumers leave: steps that ran, or 1
+  int32_t quit;       // the consumers leave: steps that ran
   int32_t expired;    // set by the watchdog
   uint32_t progress;  // epoch x kPhases + phase of the consumers
   uint64_t dense_full[kStepSlots], dense_empty[kStepSlots], expert_full[kStepSlots], expert_empty[kStepSlots];
@@ -329,6 +336,7 @@ struct StepBlock {
   // norm: weights of the norm that comes next, without `offset`. A team_sync must come before.
   __device__ __forceinline__ void publish_hidden(const float* norm, float offset) const {
     const int rows = units() * kUnitRows;
+#pragma unroll 1
     for (int i = tid; i < tokens() * rows; i += kTeam) {
       const int token = i / rows, row = i % rows;
       const float v = s.residual[token][row] * weight_of(norm + owned_row() + row, offset);

@@ -54,14 +54,15 @@ __device__ __forceinline__ void load_input(const StepBlock& b, const uint16_t* x
 
 // Products of `units` row units, whose pages come through the ring in the order of dense_pages(), with x [tokens][kK].
 // After every kDenseChunk of them finish(first, count) is called with all partial sums in shared memory: output_sum()
-// takes them from there.
-template <bool kFp8, int kK, int kTiles, class Finish>
+// takes them from there. begin() is called while the first inputs are on their way.
+template <bool kFp8, int kK, int kTiles, class Begin, class Finish>
 __device__ __forceinline__ void dense_product(const StepBlock& b, StepRing& ring, const uint16_t* x, int units,
-                                              Finish&& finish) {
+                                              Begin&& begin, Finish&& finish) {
   using Shape = DenseShape<kFp8, kK, kTiles>;
   float* part = b.scratch<float>();
   uint4 r[Shape::kBlock][kTiles][Shape::kX];
   if (Shape::kPages <= Shape::kBlock) load_input<Shape, kFp8, kK, kTiles>(b, x, 0, r);
+  begin();
 #pragma unroll 1
   for (int first = 0; first < units; first += kDenseChunk) {
     const int count = min(kDenseChunk, units - first);
@@ -100,6 +101,11 @@ __device__ __forceinline__ void dense_product(const StepBlock& b, StepRing& ring
     if (first + kDenseChunk < units) team_sync<kTeam>();
   }
 }
+template <bool kFp8, int kK, int kTiles, class Finish>
+__device__ __forceinline__ void dense_product(const StepBlock& b, StepRing& ring, const uint16_t* x, int units,
+                                              Finish&& finish) {
+  dense_product<kFp8, kK, kTiles>(b, ring, x, units, [] {}, finish);
+}
 // Where the first warp's part of one output of the chunk lies: row of the chunk, token.
 template <int kTiles>
 __device__ __forceinline__ float* output_place(const StepBlock& b, int row, int token) {
@@ -121,12 +127,14 @@ __device__ __forceinline__ float output_sum(const StepBlock& b, int row, int tok
 // Calls each(row of the chunk, token) once for every output, one thread an output.
 template <int kTiles, class Each>
 __device__ __forceinline__ void each_output(const StepBlock& b, int count, Each&& each) {
+#pragma unroll 1
   for (int i = b.tid; i < count * kPageRows * 8 * kTiles; i += kTeam)
     if (i % (8 * kTiles) < b.tokens()) each(i / (8 * kTiles), i % (8 * kTiles));
 }
 // The same of two neighbouring rows at a time, of which `row` is the first.
 template <int kTiles, class Each>
 __device__ __forceinline__ void each_two_outputs(const StepBlock& b, int count, Each&& each) {
+#pragma unroll 1
   for (int i = b.tid; i < count * (kPageRows / 2) * 8 * kTiles; i += kTeam)
     if (i % (8 * kTiles) < b.tokens()) each(i / (8 * kTiles) * 2, i % (8 * kTiles));
 }
@@ -179,9 +187,9 @@ __device__ __forceinline__ void step_embed(StepBlock& b, const int32_t* tokens) 
 template <int kTiles>
 __device__ __forceinline__ void step_qkv(StepBlock& b, StepRing& ring) {
   b.stamp(kPhaseQkv, 0);
-  b.load_rms();
   const int u0 = first_item(kQkvUnits, b.sm()), units = first_item(kQkvUnits, b.sm() + 1) - u0;
-  dense_product<kAttentionFp8, kHidden, kTiles>(b, ring, b.p.hidden, units, [&](int first, int count) {
+  const auto begin = [&] { b.load_rms(); };
+  dense_product<kAttentionFp8, kHidden, kTiles>(b, ring, b.p.hidden, units, begin, [&](int first, int count) {
     if (first == 0) b.stamp(kPhaseQkv, 2);
     each_output<kTiles>(b, count, [&](int row, int token) {
       const int out = 8 * (u0 + first) + row;

@@ -187,87 +187,118 @@ __device__ __forceinline__ void step_mix(StepBlock& b) {
   b.meet();
 }
 
-// Most chunks of a warp in a page; those whose inputs are loaded a page ahead.
+// Most chunks of a warp in a page, and inputs in registers at a time.
 constexpr int kDownCount = ceil_div(tile_page_chunks(kMoeIntermediate, 0), kDownSplit);
-constexpr int kDownMost = kSpareRegisters ? 2 : 4, kDownAhead = kDownCount < kDownMost ? kDownCount : kDownMost;
-constexpr int kDownHeld = kDownCount <= 6 && !kSpareRegisters ? kDownCount : kDownAhead;  // inputs in registers at a time
+constexpr int kDownMost = kSpareRegisters ? 2 : 4, kDownHeld = kDownCount < kDownMost ? kDownCount : kDownMost;
+// Codes and scales of a page in registers, so that its slot is free before they are multiplied.
+constexpr bool kDownEarly = kDownCount <= 6 && !kSpareRegisters;
 // Every pair's product with its expert's tile goes to shared memory; the sum over a token's experts is taken in the order of
 // their ranks, so it does not depend on what the other tokens chose.
 __device__ __forceinline__ void step_down(StepBlock& b, StepRing& ring) {
   b.stamp(kPhaseDown, 0);
   const int group = b.warp / 4, tile = b.warp % 4 / kDownSplit, part = b.warp % 4 % kDownSplit;
-  const int per_unit = ceil_div(b.s.active_count, kDownPack) * kDownPages, total = per_unit * b.down_units();
+  // Pages of a row unit, and of all. Loaded where they are used: between them there is no register for these.
+  const auto per_unit = [&] { return ceil_div(*(volatile int32_t*)&b.s.active_count, kDownPack) * kDownPages; };
+  const auto total = [&] { return per_unit() * b.down_units(); };
   const uint32_t start = ring.n;
   float* products = b.scratch<float>();  // [copy][pair][owned row]
+  constexpr bool kEven = kDownPages == 1 && tile_chunks(kMoeIntermediate) % kDownSplit == 0;
   ChunkInput x[kDownHeld];
-  // Of page n of this phase: the tile's place in the list of active experts, or -1.
+  // Of page n of this phase: its place in its unit, and the tile's in the list of active experts, or -1.
+  const auto page_of = [&](int n) { return kDownOwned == 1 ? n : n % per_unit(); };
   const auto tile_of = [&](int n) {
-    const int index = n % per_unit / kDownPages * kDownPack + tile;
-    return n < total && tile < kDownPack && index < b.s.active_count ? index : -1;
+    const int index = page_of(n) / kDownPages * kDownPack + tile;
+    return n < total() && tile < kDownPack && index < b.s.active_count ? index : -1;
   };
-  // Inputs i0 .. i1 - 1 of page n, of eight of its pairs from `pass` on. Input i lies in x[i % kDownHeld].
-  const auto load = [&](int n, int pass, int i0, int i1) {
-    const int index = tile_of(n), g = b.lane() >> 2, t = b.lane() & 3, page = n % kDownPages;
-    const int first = index < 0 ? 0 : b.s.list_start[index] + pass, end = index < 0 ? 0 : b.s.list_start[index + 1];
-    const bool valid = first + g < end;
-    const int chunks = tile_page_chunks(kMoeIntermediate, page), c0 = chunks * part / kDownSplit,
-              c1 = chunks * (part + 1) / kDownSplit;
-    const uint4* v = (const uint4*)(b.p.swiglu + (valid ? b.s.list[first + g] : 0) * kMoeIntermediate +
-                                    (page * kPageChunks + c0) * 64 + 16 * t);
+  // Where the inputs of page n begin, of this lane's token of eight of its pairs from `pass` on; NULL: there are none.
+  const auto input_of = [&](int index, int pass, int c0) {
+    const int g = b.lane() >> 2, t = b.lane() & 3;
+    if (index < 0) return (const uint4*)nullptr;
+    const int at = b.s.list_start[index] + pass + g;
+    if (at >= b.s.list_start[index + 1]) return (const uint4*)nullptr;
+    return (const uint4*)(b.p.swiglu + b.s.list[at] * kMoeIntermediate + c0 * 64 + 16 * t);
+  };
+  // Input i lies in x[i % kDownHeld].
+  const auto load = [&](const uint4* v, int count, int i0, int i1) {
 #pragma unroll
     for (int i = 0; i < kDownCount; i++)
       if (i >= i0 && i < i1)
         x[i % kDownHeld] =
-            valid && c0 + i < c1 ? ChunkInput{__ldcg(v + 8 * i), __ldcg(v + 8 * i + 1)} : ChunkInput{};
+            v && (kEven || i < count) ? ChunkInput{__ldcg(v + 8 * i), __ldcg(v + 8 * i + 1)} : ChunkInput{};
   };
   // A slot's pages are always its four warps'.
   int n = (int)((group - start) & (kStepSlots - 1));
-  load(n, 0, 0, kDownAhead);
+  const auto first_chunk = [&](int page) {
+    return kEven ? part * kDownCount : tile_page_chunks(kMoeIntermediate, page) * part / kDownSplit;
+  };
+  const auto chunk_count = [&](int page) {
+    return kEven ? kDownCount : tile_page_chunks(kMoeIntermediate, page) * (part + 1) / kDownSplit - first_chunk(page);
+  };
+  load(input_of(tile_of(n), 0, n % kDownPages * kPageChunks + first_chunk(n % kDownPages)),
+       chunk_count(n % kDownPages), 0, kDownHeld);
 #pragma unroll 1
-  for (; n < total; n += kStepSlots) {
+  for (; n < total(); n += kStepSlots) {
     const int index = tile_of(n), g = b.lane() >> 2, t = b.lane() & 3, page = n % kDownPages;
-    const int chunks = tile_page_chunks(kMoeIntermediate, page), c0 = chunks * part / kDownSplit,
-              c1 = chunks * (part + 1) / kDownSplit;
+    const int chunks = tile_page_chunks(kMoeIntermediate, page), c0 = first_chunk(page), count = chunk_count(page);
     const int first = index < 0 ? 0 : b.s.list_start[index], pairs = index < 0 ? 0 : b.s.list_start[index + 1] - first;
     const float scale =
         index < 0 ? 0.f : __ldg(&b.p.expert_scales[b.moe_layer() * kExperts + b.s.active[index]].z) * kNvfp4Scale;
+    const int row = kDownOwned == 1 ? g : n / per_unit() * kUnitRows + g;
     float bias[2] = {};  // of rows g and g + 8, in one of the parts that are added up
     if constexpr (kExpertBias)
       if (index >= 0 && page == 0 && part == 0) {
-        const float* of = b.vectors() + kBiasDown + b.s.active[index] * kDownBiases +
-                          (b.first_down_unit() + n / per_unit) * kUnitRows + g;
+        const float* of =
+            b.vectors() + kBiasDown + b.s.active[index] * kDownBiases + b.first_down_unit() * kUnitRows + row;
         bias[0] = __ldg(of), bias[1] = __ldg(of + 8);
       }
-    load(n, 0, kDownAhead, kDownHeld);
     ring.n = start + n;
     ring.wait_full();
     const uint8_t* data = b.s.expert[ring.slot()] + tile * chunks * kChunkBytes;
-    uint32_t loaded = 0;
+    const uint4* codes = (const uint4*)data + 32 * c0 + b.lane();
+    const uint16_t* scales = (const uint16_t*)(data + chunks * 512) + 32 * c0 + b.lane();
+    uint4 q[kDownEarly ? kDownCount : 1];
+    uint32_t s[kDownEarly ? ceil_div(kDownCount, 2) : 1] = {}, loaded = 0;
+    const auto load_codes = [&](int i, int to) {
+      q[to] = codes[32 * i];
+      const uint32_t scale = scales[32 * i];
+      s[to / 2] = to % 2 ? __byte_perm(s[to / 2], scale, 0x5410) : scale;  // two a register
+      loaded |= q[to].w | scale;
+    };
+    if constexpr (kDownEarly) {
+      if (pairs)
+#pragma unroll
+        for (int i = 0; i < kDownCount; i++)
+          if (kEven || i < count) load_codes(i, i);
+      ring.release(loaded, b.zero, b.lane(), kWarps / 4);
+    }
 #pragma unroll 1
     for (int pass = 0; pass < pairs; pass += 8) {
-      if (pass) load(n, pass, 0, kDownHeld);
+      const uint4* input = input_of(index, pass, page * kPageChunks + c0);
+      if (pass) load(input, count, 0, kDownHeld);
       float acc[2][4] = {};
-      const uint4* codes = (const uint4*)data + 32 * c0 + b.lane();
-      const uint16_t* scales = (const uint16_t*)(data + chunks * 512) + 32 * c0 + b.lane();
 #pragma unroll
       for (int i = 0; i < kDownCount; i++) {
-        if (i && i % kDownHeld == 0) load(n, pass, i, i + kDownHeld);
-        if (c0 + i < c1) {
-          const uint4 q = codes[32 * i];
-          const uint32_t s = scales[32 * i];
-          loaded |= q.w | s;
-          mma_nvfp4_chunk(acc[i & 1], q, s, x[i % kDownHeld].a, x[i % kDownHeld].b);
+        if (kEven || i < count) {
+          if constexpr (!kDownEarly) load_codes(i, 0);
+          const int at = kDownEarly ? i : 0;
+          if constexpr (kDownEarly) {  // or they would be unpacked once for all passes: too many registers
+            forget((int&)q[i].x, (int&)q[i].y), forget((int&)q[i].z, (int&)q[i].w);
+            if (i % 2 == 0) forget((int&)s[i / 2]);
+          }
+          mma_nvfp4_chunk(acc[i & 1], q[at], at % 2 ? s[at / 2] >> 16 : s[at / 2], x[i % kDownHeld].a,
+                          x[i % kDownHeld].b);
         }
+        load(input, count, i + kDownHeld, i + kDownHeld + 1);
       }
-      if (pass + 8 >= pairs) ring.release(loaded, b.zero, b.lane(), kWarps / 4);
+      if constexpr (!kDownEarly)
+        if (pass + 8 >= pairs) ring.release(loaded, b.zero, b.lane(), kWarps / 4);
 #pragma unroll
       for (int k = 0; k < 2; k++) {
         const int column = pass + 2 * t + k;
         if (column < pairs) {
           const int pair = b.s.list[first + column];
           const float weight = kNarrow ? scale : b.s.pair_weight[pair] * scale;
-          float* out = products + ((page * kDownSplit + part) * b.tokens() * kTopK + pair) * kDownRows +
-                       n / per_unit * kUnitRows + g;
+          float* out = products + ((page * kDownSplit + part) * b.tokens() * kTopK + pair) * kDownRows + row;
           out[0] = (acc[0][k] + acc[1][k]) * weight;
           out[8] = (acc[0][k + 2] + acc[1][k + 2]) * weight;
           if constexpr (kExpertBias) {
@@ -278,10 +309,13 @@ __device__ __forceinline__ void step_down(StepBlock& b, StepRing& ring) {
         }
       }
     }
-    if (pairs == 0) ring.release(0, b.zero, b.lane(), kWarps / 4);
-    load(n + kStepSlots, 0, 0, kDownAhead);
+    if constexpr (!kDownEarly)
+      if (pairs == 0) ring.release(0, b.zero, b.lane(), kWarps / 4);
+    const int next = (n + kStepSlots) % kDownPages;
+    load(input_of(tile_of(n + kStepSlots), 0, next * kPageChunks + first_chunk(next)), chunk_count(next), 0,
+         kDownHeld);
   }
-  ring.n = start + total;
+  ring.n = start + total();
   b.stamp(kPhaseDown, 2);
   team_sync<kTeam>();
   if constexpr (kNarrow) {

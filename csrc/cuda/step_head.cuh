@@ -79,8 +79,9 @@ __device__ __forceinline__ void choose_token(const StepParams& p, StepShared& s)
     }
     if (rank_block() == 0) {
       StepBlock b = consumer(p, s, 0);
-      const int chosen = sample<kVocab>(p.sampling, p.logits + (int64_t)(s.first + last) * kModelHeadRows, p.history,
-                                        next_position(b), next_position(b), b.tid, *b.scratch<SamplerScratch>());
+      float* logits = p.logits + (int64_t)(s.first + last) * kModelHeadRows;
+      const int chosen = sample<kVocab, true>(p.sampling, logits, p.history, next_position(b), next_position(b), b.tid,
+                                              *b.scratch<SamplerScratch>());
       if (consumer_index() == 0) p.shared_token[0] = chosen;
     }
     StepBlock b = consumer(p, s, 0);

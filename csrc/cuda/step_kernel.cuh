@@ -6,29 +6,9 @@
 
 namespace mk {
 
-// How a phase gets what a thread knows: of itself, and of the ring that it takes pages from.
-struct TunedPhases {
-  StepBlock b;
-  StepRing dense, expert;
-
-  template <class Phase>
-  __device__ __forceinline__ void with_dense(Phase&& phase) {
-    phase(b, dense);
-  }
-  template <class Phase>
-  __device__ __forceinline__ void with_expert(Phase&& phase) {
-    phase(b, expert);
-  }
-  template <class Phase>
-  __device__ __forceinline__ void without(Phase&& phase) {
-    phase(b);
-  }
-  __device__ __forceinline__ void leave() {
-    if (b.tid == 0) b.s.dense_pages = dense.n, b.s.expert_pages = expert.n;
-  }
-};
-// The same where registers are spared: asked for anew in every phase, and pages counted in shared memory.
-struct SparingPhases {
+// How a phase gets what a thread knows: of itself, and of the ring that it takes pages from. It is asked for anew in
+// every phase, and pages are counted in shared memory: kept through all phases it would take registers that some need.
+struct Phases {
   const StepParams& p;
   StepShared& s;
   uint32_t zero;
@@ -54,12 +34,12 @@ struct SparingPhases {
     StepBlock b = consumer(p, s, zero);
     phase(b);
   }
-  __device__ __forceinline__ void leave() {}
 };
 
 // All layers of a step, and its logits.
-template <int kTiles, class Phases>
-__device__ __forceinline__ void run_layers(const StepParams& p, StepShared& s, Phases&& phases) {
+template <int kTiles>
+__device__ __forceinline__ void run_layers(const StepParams& p, StepShared& s, uint32_t zero) {
+  Phases phases{p, s, zero};
 #pragma unroll 1
   do {
     phases.with_dense([](StepBlock& b, StepRing& ring) { step_qkv<kTiles>(b, ring); });
@@ -85,15 +65,12 @@ __device__ __forceinline__ void run_layers(const StepParams& p, StepShared& s, P
     }
   } while (s.layer < kLayers);
   if (step_at(p, s.step).head) phases.with_dense([](StepBlock& b, StepRing& ring) { step_head<kTiles>(b, ring); });
-  phases.leave();
 }
 
 // Everything of a step up to its logits.
 template <int kTiles>
 __device__ __forceinline__ void run_step(const StepParams& p, StepShared& s, uint32_t zero) {
   StepBlock b = consumer(p, s, zero);
-  StepRing dense{smem_address(s.dense_full), smem_address(s.dense_empty), s.dense_pages};
-  StepRing expert{smem_address(s.expert_full), smem_address(s.expert_empty), s.expert_pages};
   if (b.tid == 0) {
     const Step step = step_at(p, s.step);
     s.layer = 0;
@@ -103,10 +80,7 @@ __device__ __forceinline__ void run_step(const StepParams& p, StepShared& s, uin
   }
   team_sync<kTeam>();
   step_embed(b, s.step < given_steps(p) ? p.history + b.position() : &s.token);
-  if constexpr (kSpareRegisters)
-    run_layers<kTiles>(p, s, SparingPhases{p, s, zero});
-  else
-    run_layers<kTiles>(p, s, TunedPhases{b, dense, expert});
+  run_layers<kTiles>(p, s, zero);
 }
 
 // The ranks of a device are one launch, so that all of them are resident: the blocks of one after those of the other.
@@ -145,10 +119,11 @@ __global__ void __launch_bounds__(kThreads, 1) step_kernel(__grid_constant__ con
 #endif
     named_barrier_init(1, kTeam);
     named_barrier_init(2, kChosenThreads);
+    named_barrier_init(3, kListThreads);
     for (int i = 0; i < kSquads; i++) named_barrier_init(kSquadBarrier + i, kTeam / kSquads);
     mbarrier_init_fence();
     s.quit = s.expired = s.ended = s.step = 0;
-    s.dense_pages = s.expert_pages = 0;
+    s.dense_pages = s.expert_pages = s.expert_issued = 0;
     s.progress = 0;
     s.epoch = p.first_epoch + 1;
     s.arrivals = p.barrier_base;
@@ -160,6 +135,7 @@ __global__ void __launch_bounds__(kThreads, 1) step_kernel(__grid_constant__ con
     registers_decrease<64>();
     if (warp == 0 && b.lane() == 0) step_produce_dense<kTiles>(b);
     if (warp > 0 && warp <= kExpertWarps) step_produce_experts(b, warp - 1);
+    if (warp == kExpertWarps + 1) ahead_of_experts(b);
     return;
   }
   registers_increase<104>();
@@ -173,7 +149,7 @@ __global__ void __launch_bounds__(kThreads, 1) step_kernel(__grid_constant__ con
     if (consumer_index() == 0) s.ended |= ++s.step >= step_count(p);
     team_sync<kTeam>();
   } while (!s.ended);
-  if (consumer_index() == 0) store_unordered(s.quit, kPagesForAllWarps ? 1 : s.step);
+  if (consumer_index() == 0) store_unordered(s.quit, s.step);
   barrier_sync<2, kChosenThreads>();  // lets the expert warps see it
 }
 

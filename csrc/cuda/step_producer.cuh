@@ -17,11 +17,20 @@ struct UnitTiles {
   __device__ __forceinline__ int pages() const { return ceil_div(end - first, 2); }
 };
 
-// KV splits of a step: as many as its context is worth.
-__device__ __forceinline__ int step_splits(const StepParams& p, int length) {
-  return max(1, min(kMaxSplits, ceil_div(ceil_div(length, kTile), p.tiles_per_split)));
-}
-__device__ __forceinline__ int step_splits(const StepBlock& b) { return step_splits(b.p, b.position() + b.tokens()); }
+// How attention is dealt out: a unit is a KV head, some of the step's tokens and a split of the positions. Over few
+// positions a unit has few tokens, one row block of the model's queries, because what is done once a query would take
+// most of its time; over many of them a block for every squad, or the cache would be read too often.
+struct AttentionPlan {
+  int tokens, groups, splits;  // of a unit; units that share a KV head and a split; KV splits
+  __device__ __forceinline__ AttentionPlan(const StepParams& p, int position, int step_tokens) {
+    const int tiles = ceil_div(position + step_tokens, kTile);
+    tokens = min(step_tokens, tiles <= kFewTiles ? kFewUnitTokens : kManyUnitTokens);
+    groups = ceil_div(step_tokens, tokens);
+    splits = max(1, min(kMaxSplits / groups, ceil_div(tiles, p.tiles_per_split)));
+  }
+  __device__ __forceinline__ int units() const { return kKvHeads * splits * groups; }
+};
+__device__ __forceinline__ AttentionPlan attention_plan(const StepBlock& b) { return {b.p, b.position(), b.tokens()}; }
 
 // The pages of `units` row units in the order in which dense_product() wants them. False when the consumers left.
 template <bool kFp8, int kK, int kTiles>
@@ -134,10 +143,47 @@ __device__ __forceinline__ void step_produce_dense(const StepBlock& b) {
 // Every SM brings a part of the next layer's router rows into L2; what a division leaves over comes when it is read.
 constexpr uint32_t kRouterShare = kRouterBytes / kGrid / 16 * 16;
 
-// Named barrier 2: from the consumers, who choose the experts, to the warps that stream them.
-constexpr int kExpertWarps = 2, kChosenThreads = kTeam + 32 * kExpertWarps;
-// Every one of them has a page in every layer, without which the consumers cannot end it.
-constexpr bool kPagesForAllWarps = !kHasDense && kTopK * kPairUnits / kGrid * tile_pages(kExpertHidden) >= kExpertWarps;
+// Named barrier 2: from the consumers, who choose the experts, to the warps that stream these and the one ahead.
+constexpr int kExpertWarps = 2, kChosenThreads = kTeam + 32 * (kExpertWarps + 1);
+
+// Named barrier 3: from these warps, which have read the list of active experts, to the consumers, who make another.
+constexpr int kListThreads = kChosenThreads;
+
+// Whether the consumers left before step i, asked behind barrier 2. A warp that has no page in the last layer may ask
+// there when they have left already. It must come to the barrier once more, so the word says after which step that was.
+__device__ __forceinline__ bool consumers_left(const StepBlock& b, int i) {
+  const int32_t quit = load_unordered(b.s.quit);
+  return quit && quit <= i;
+}
+
+// The pages of the active experts that this SM wants, in their order: gate/up tiles, then down tiles, of which a page
+// may hold several. each(tiles, bytes of one, tile(k): where the k-th lies).
+template <class Each>
+__device__ __forceinline__ void each_expert_page(const StepBlock& b, const uint8_t* w, int active, Each&& each) {
+  const int u0 = first_item(active * kPairUnits, b.sm()), u1 = first_item(active * kPairUnits, b.sm() + 1);
+  int index = u0 / kPairUnits, unit = u0 % kPairUnits;
+#pragma unroll 1
+  for (int u = u0; u < u1; u++) {
+#pragma unroll 1
+    for (int page = 0; page < tile_pages(kExpertHidden); page++)
+      each(1, tile_page_chunks(kExpertHidden, page) * kChunkBytes, [&](int) {
+        const uint32_t at = unit * kPairTileBytes + page * kPageChunks * kChunkBytes;
+        return w + b.s.active[index] * kExpertBytes + at;
+      });
+    if (++unit == kPairUnits) unit = 0, index++;
+  }
+#pragma unroll 1
+  for (int unit = 0; unit < b.down_units(); unit++) {
+    const uint8_t* tile = w + kPairBytes + (int64_t)(b.first_down_unit() + unit) * kDownTileBytes;
+#pragma unroll 1
+    for (int i = 0; i < active; i += kDownPack)
+#pragma unroll 1
+      for (int page = 0; page < kDownPages; page++)
+        each(min(kDownPack, active - i), tile_page_chunks(kMoeIntermediate, page) * kChunkBytes, [&](int k) {
+          return tile + b.s.active[i + k] * kExpertBytes + page * kPageChunks * kChunkBytes;
+        });
+  }
+}
 
 // One thread of each of the warps that stream experts and the KV cache. They take turns at the pages: one alone would need
 // longer to find a page and issue it than memory to bring it.
@@ -189,13 +235,15 @@ struct ExpertStream {
   // What attention wants of the KV cache. Tiles were written a step ago: barriers of the grid and the one below lie between,
   // and a fence, because copies read past the path that stores took.
   __device__ __forceinline__ void cache(int layer, const Step& step) {
-    const int position = b.p.position + step.first, splits = step_splits(b.p, position + step.tokens);
+    const int position = b.p.position + step.first;
+    const AttentionPlan plan(b.p, position, step.tokens);
+    const int splits = plan.splits;
     fence_copies();
 #pragma unroll 1
-    for (int unit = b.sm(); unit < kKvHeads * splits; unit += kGrid) {
-      const int split = unit % splits;
+    for (int unit = b.sm(); unit < plan.units(); unit += kGrid) {
+      const int part = unit / plan.groups, split = part % splits;
       const UnitTiles tiles(layer, position, split, splits);
-      const uint8_t* tile = b.p.kv + kv_tile_offset(layer, unit / splits, tiles.first * splits + split);
+      const uint8_t* tile = b.p.kv + kv_tile_offset(layer, part / splits, tiles.first * splits + split);
       const uint32_t stride = splits * 2 * kTileBytes;
 #pragma unroll 1
       for (int i = tiles.first; i < tiles.end; i += 2, tile += 2 * stride) {
@@ -207,62 +255,44 @@ struct ExpertStream {
       }
     }
   }
-  // Gate/up tiles of the active experts.
-  __device__ __forceinline__ void pair(const uint8_t* w, int active) {
-    const int u0 = first_item(active * kPairUnits, b.sm()), u1 = first_item(active * kPairUnits, b.sm() + 1);
-    int index = u0 / kPairUnits, unit = u0 % kPairUnits;
-#pragma unroll 1
-    for (int u = u0; u < u1; u++) {
-#pragma unroll 1
-      for (int page = 0; page < tile_pages(kExpertHidden); page++) {
-        const uint32_t bytes = tile_page_chunks(kExpertHidden, page) * kChunkBytes;
-        if (!next(bytes)) continue;
-        copy(0, w + b.s.active[index] * kExpertBytes + (uint32_t)(unit * kPairTileBytes + page * kPageChunks * kChunkBytes),
-             bytes);
-        issued();
-      }
-      if (++unit == kPairUnits) unit = 0, index++;
-    }
-  }
-  // Down tiles of them.
-  __device__ __forceinline__ void down(const uint8_t* w, int active) {
-#pragma unroll 1
-    for (int unit = 0; unit < b.down_units(); unit++) {
-      const uint8_t* tile = w + kPairBytes + (int64_t)(b.first_down_unit() + unit) * kDownTileBytes;
-#pragma unroll 1
-      for (int i = 0; i < active; i += kDownPack)
-#pragma unroll 1
-        for (int page = 0; page < kDownPages; page++) {
-          const uint32_t bytes = tile_page_chunks(kMoeIntermediate, page) * kChunkBytes;
-          const int tiles = min(kDownPack, active - i);
-          if (!next(tiles * bytes)) continue;
+  // What the consumers want of the active experts, of the layer that is the `layer`th streamed.
+  __device__ __forceinline__ void experts(const uint8_t* w, int active, uint32_t layer) {
+    const uint32_t first = out.ring.n;
+    each_expert_page(b, w, active, [&](int tiles, uint32_t bytes, auto&& tile) {
+      if (!next(tiles * bytes)) return;
 #pragma unroll
-          for (int k = 0; k < kDownPack; k++)
-            if (k < tiles) copy(k * bytes, tile + b.s.active[i + k] * kExpertBytes + page * kPageChunks * kChunkBytes, bytes);
-          issued();
-        }
-    }
+      for (int k = 0; k < kDownPack; k++)
+        if (k < tiles) copy(k * bytes, tile(k), bytes);
+      issued();
+      if (turn == 0) store_unordered(b.s.expert_issued, layer << 24 | (out.ring.n - first));
+    });
   }
 };
 
 __device__ __forceinline__ void step_produce_experts(const StepBlock& b, int turn) {
   const StepParams& p = b.p;
   ExpertStream stream(b, turn);
+  uint32_t layers = 0;  // of all steps
 #pragma unroll 1
   for (int i = 0;; i++)
 #pragma unroll 1
     for (int layer = 0; layer < kLayers; layer++) {
+      layers++;
+      if (!is_dense(layer)) barrier_arrive<3, kListThreads>();
       if (b.lane() == 0 && i < step_count(p)) {
         if (turn == 0) stamp_stream(p, i, layer, kStreamCache, 0);
         stream.cache(layer, step_at(p, i));
         if (turn == 0) stamp_stream(p, i, layer, kStreamCache, 1);
+        // What the dense ring cannot hold of the output projection, whose turn comes when attention is over.
+        if (turn == 1)
+          prefetch_pages<kAttentionFp8, kModelQRows>(
+              p.dense + layer * kDenseLayerBytes + kQkvBytes +
+                  b.first_unit() * kUnitPages * unit_bytes(kModelQRows, kAttentionFp8),
+              b.units() * kUnitPages, kStepSlots);
       }
       __syncwarp();
       barrier_sync<2, kChosenThreads>();
-      // A warp without pages in the last layer may look here, behind that layer's barrier, when the consumers have left
-      // already. It must come to the barrier once more, so it is told after which step.
-      const int32_t quit = load_unordered(b.s.quit);
-      if (kPagesForAllWarps ? quit : quit && quit <= i) {
+      if (consumers_left(b, i)) {
         if (b.lane() == 0) stream.drain();
         return;
       }
@@ -270,8 +300,7 @@ __device__ __forceinline__ void step_produce_experts(const StepBlock& b, int tur
         const uint8_t* w = p.experts + (int64_t)moe_layers_before(layer) * kExperts * kExpertBytes;
         const int active = is_dense(layer) ? 0 : b.s.active_count;
         if (turn == 0) stamp_stream(p, i, layer, kStreamExperts, 0);
-        stream.pair(w, active);
-        stream.down(w, active);
+        stream.experts(w, active, layers);
         if (turn == 0) {
           stamp_stream(p, i, layer, kStreamExperts, 1);
           // Memory is idle while this layer ends and the next begins: router rows, and the QKV pages that the ring cannot
@@ -282,6 +311,39 @@ __device__ __forceinline__ void step_produce_experts(const StepBlock& b, int tur
           prefetch_pages<kAttentionFp8, kHidden>(p.dense + next * kDenseLayerBytes + qkv0 * unit_bytes(kHidden, kAttentionFp8),
                                                  first_item(kQkvUnits, b.sm() + 1) - qkv0, kStepSlots);
         }
+      }
+      __syncwarp();
+    }
+}
+
+// A warp that brings pages of experts into L2 a few before their turn in the ring: memory goes on while consumers hold
+// all slots, and what the ring then asks for is near.
+constexpr uint32_t kExpertAhead = 4;
+__device__ __forceinline__ void ahead_of_experts(const StepBlock& b) {
+  uint32_t layers = 0;  // of all steps
+#pragma unroll 1
+  for (int i = 0;; i++)
+#pragma unroll 1
+    for (int layer = 0; layer < kLayers; layer++) {
+      layers++;
+      if (!is_dense(layer)) barrier_arrive<3, kListThreads>();
+      barrier_sync<2, kChosenThreads>();
+      if (consumers_left(b, i)) return;
+      if (b.lane() == 0 && !is_dense(layer)) {
+        const uint8_t* w = b.p.experts + (int64_t)moe_layers_before(layer) * kExperts * kExpertBytes;
+        uint32_t page = 0, issued = 0;
+        each_expert_page(b, w, b.s.active_count, [&](int tiles, uint32_t bytes, auto&& tile) {
+          while (true) {  // ends: the warps that stream pages issue all of this layer before they wait for this one
+            const uint32_t seen = load_unordered(b.s.expert_issued);
+            if (seen >> 24 == (layers & 0xFF)) issued = seen & 0xFFFFFF;
+            if (page < issued + kExpertAhead) break;
+            __nanosleep(100);
+          }
+          if (page >= kStepSlots && page > issued)  // else it is in the ring
+#pragma unroll 1
+            for (int k = 0; k < tiles; k++) bulk_prefetch(tile(k), bytes);
+          page++;
+        });
       }
       __syncwarp();
     }

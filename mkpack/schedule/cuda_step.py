@@ -14,7 +14,7 @@ from mkpack.layout import ceil_div
 from mkpack.layout_cuda import OWNED_ROWS, PAGE_ROWS
 from mkpack.schedule.cuda import Kernel
 from mkpack.schedule.ir import Buffer, Exchange, Feed, Items, Load, Machine, Phase, Use, Wait
-from mkpack.schedule.shape import KV_TILE, MAX_TOKENS, Shape
+from mkpack.schedule.shape import FEW_TILES, KV_TILE, MAX_TOKENS, Shape
 
 # Phases that end with an exchange of several ranks; "gather_logits" is a phase of theirs alone.
 EXCHANGES = (
@@ -241,7 +241,7 @@ class Step(Kernel):
             self.phase(
                 "attention",
                 i,
-                Items(s.kv_heads, "KV head", "split of the cache"),
+                Items(s.kv_heads, "KV head", "split of the cache and tokens of a unit"),
                 self.cache_feed(),
                 *self.vectors(i, "q_norm", "k_norm"),
                 reads=(qkv, *self.qk_squares, *self.qk_rms),
@@ -273,14 +273,16 @@ class Step(Kernel):
         ]
 
     def cache_feed(self) -> Feed:
-        """Pages of two tiles of the cache, of all splits at the longest context. They come a step after they were
-        written, so they wait for nothing but their turn in the ring."""
+        """Pages of two tiles of the cache, of all splits at the longest context, for every group of tokens. They come a
+        step after they were written, so they wait for nothing but their turn in the ring."""
         s = self.shape
-        units, tiles = s.kv_heads * s.max_splits, s.context // KV_TILE
+        tiles = s.context // KV_TILE
+        groups = ceil_div(self.tokens, s.unit_tokens if tiles > FEW_TILES else 16 // s.model_group)
+        splits = max(1, s.max_splits // groups)
         counts = [0]
         for sm in range(s.grid):
-            mine = (u % s.max_splits for u in range(sm, units, s.grid))
-            of_units = (max(0, ceil_div(tiles - split, s.max_splits)) for split in mine)
+            mine = (u // groups % splits for u in range(sm, s.kv_heads * splits * groups, s.grid))
+            of_units = (max(0, ceil_div(tiles - split, splits)) for split in mine)
             counts.append(counts[-1] + sum(ceil_div(n, 2) for n in of_units))
         return Feed("expert", "cache", 0, 4 * s.tile_kv, (4 * s.tile_kv,), tuple(counts))
 

@@ -29,6 +29,7 @@ THREADS = (4 + WARPS) * 32
 MAX_TOKENS = 16
 PAGE_BYTES = WARPS * SHARE_ROW_BYTES * PAGE_ROWS  # of a dense matrix
 KV_TILE = 16  # positions of the KV cache that lie together
+FEW_TILES = 64  # up to so many a unit of the step kernel's attention has one block of 16 queries, else up to four
 SQUADS = 4
 STEP_SLOTS = 4  # of each ring of the step kernel
 DENSE_SLOTS, EXPERT_SLOTS = 8, 4  # of decode_kernel
@@ -82,6 +83,7 @@ class Shape:
         self.tile_kv = KV_TILE * self.head_dim * 2
         self.max_splits = max(1, min(32, self.device_grid // spec.num_key_value_heads))
         # The step kernel.
+        self.unit_tokens = SQUADS * 16 // self.model_group  # of a unit of attention, beyond FEW_TILES
         self.expert_page = max(*tile_pages(self.expert_hidden), *tile_pages(self.inner))
         self.slot_bytes = max(self.expert_page, 4 * self.tile_kv)
         self.pair_groups = SQUADS if len(tile_pages(self.expert_hidden)) == 1 else 1
@@ -145,14 +147,13 @@ class Shape:
 
     # -- the step kernel's shared memory ---------------------------------------------------------------------------
 
-    def _blocks(self, tokens: int) -> int:
-        return ceil_div(tokens * self.model_group, 16)
-
     def _scratch(self, tokens: int, down_owned: int) -> Uses:
         """The part that phases use in turn."""
-        blocks, scores = self._blocks(tokens), 16 * 16 + 16 * 36 * 2
-        queries = blocks * 16 * (self.head_dim + 8) * 2 + SQUADS * ceil_div(blocks, SQUADS) * scores
-        queries += 4 * self.tile_kv + 16
+        blocks, scores = ceil_div(min(tokens, self.unit_tokens) * self.model_group, 16), 16 * 16 + 16 * 36 * 2
+        blocks = SQUADS if blocks > 2 else blocks
+        queries = blocks * 16 * (self.head_dim + 8) * 2 + SQUADS * scores + 4 * self.tile_kv + 48
+        if 2 * len(self.spec.rope.inv_freq) < self.head_dim:
+            queries += WARPS * 2 * self.head_dim * 4
         outputs = SQUADS * 16 * (self.head_dim * 4 + 8)
         return {
             "input of gate_up": (
@@ -178,10 +179,7 @@ class Shape:
         fixed += 16 * WARPS * 4 + MAX_TOKENS * self.top_k * 12 + self.experts * 6 + 4096
         residual = owned * OWNED_ROWS * 4  # of a token
         tokens = MAX_TOKENS
-        while tokens > 1 and (
-            fixed + tokens * residual + max(self._scratch(tokens, down).values())[0] > SHARED_LIMIT
-            or self._blocks(tokens) > 2 * SQUADS
-        ):
+        while tokens > 1 and (fixed + tokens * residual + max(self._scratch(tokens, down).values())[0] > SHARED_LIMIT):
             tokens //= 2
         return tokens
 
@@ -201,7 +199,7 @@ class Shape:
             *(("expert of a pair", pairs, 2), ("weight of a pair", pairs, 4), ("active experts", self.experts, 2)),
             *(("first pair of an expert", self.experts + 1, 2), ("pairs by expert", pairs, 2)),
             *(("counts", WARPS, 4), ("active", 1, 4), ("best values", team, 4), ("best rows", team, 4)),
-            *(("the running step", 14, 4), ("barriers", 4 * STEP_SLOTS, 8)),
+            *(("the running step", 15, 4), ("barriers", 4 * STEP_SLOTS, 8)),
         ):
             s.add(name, count * width, width)
         if self.layout.tp > 1:

@@ -5,6 +5,7 @@
 //   ./abi [new tokens] [rounds of a timed step] [contexts ...]
 #include <algorithm>
 #include <cstdlib>
+#include <numeric>
 #include "model.cu"
 #include "reference.cuh"
 
@@ -97,11 +98,11 @@ static void check_layers(mk_model* model, const Tokens& tokens, int chunk) {
   const int last = (int)tokens.size() - 1, row = chunk - 1;
   require(mk_truncate(model, 0));
   for (int at = 0; at + chunk < (int)tokens.size(); at++) require(mk_step(model, &tokens[at], 1, nullptr, 0));
-  DeviceArray<float> taps((size_t)kLayers * kMaxTokens * kHidden);
-  model->params.taps = taps.get();
-  std::vector<float> logits((size_t)chunk * kVocab);
-  require(mk_step(model, tokens.data() + tokens.size() - chunk, chunk, logits.data(), chunk));
-  model->params.taps = nullptr;
+  std::vector<int32_t> layers(kLayers);
+  std::iota(layers.begin(), layers.end(), 0);
+  std::vector<float> logits((size_t)chunk * kVocab), taps((size_t)kLayers * chunk * kHidden);
+  require(mk_step_taps(model, tokens.data() + tokens.size() - chunk, chunk, logits.data(), chunk, layers.data(), kLayers,
+                       taps.data()));
   DeviceArray<float> in(kHidden), x(kHidden), qkv(kQkvRows), out(kQRows), mid(kHidden), scores((size_t)kHeads * kMaxContext),
       router(kExperts), ids(kTopK), weights(kTopK), h(kTopK * kMoeIntermediate), y(kHidden), head(kVocab);
   std::vector<float> before(kHidden);
@@ -127,7 +128,8 @@ static void check_layers(mk_model* model, const Tokens& tokens, int chunk) {
     ref_pair<<<8192, 128>>>(h.get(), l, x.get(), ids.get());
     ref_down<<<8192, 128>>>(y.get(), l, h.get(), ids.get(), weights.get(), mid.get());
     const auto want = copied(y.get(), kHidden);
-    const auto got = copied(taps.get() + ((size_t)l * kMaxTokens + row) * kHidden, kHidden);
+    const auto at = taps.begin() + ((size_t)l * chunk + row) * kHidden;
+    const std::vector<float> got(at, at + kHidden);
     std::vector<float> add(kHidden), wanted(kHidden);
     for (int i = 0; i < kHidden; i++) add[i] = got[i] - before[i], wanted[i] = want[i] - before[i];
     const double error = difference(add.data(), wanted.data(), kHidden);

@@ -114,7 +114,7 @@ constexpr uint64_t pair_groups = 4;
 constexpr uint64_t down_pack = 2;
 constexpr uint64_t down_copies = 2;
 constexpr uint64_t step_shared_bytes = 229504;
-constexpr uint64_t decode_shared_bytes = 229248;
+constexpr uint64_t decode_shared_bytes = 229888;
 constexpr uint64_t x_mid_at = 0;
 constexpr uint64_t x_out_at = 8192;
 constexpr uint64_t x_attention_at = 16384;
@@ -168,6 +168,7 @@ constexpr char description[] = "{}";
 #include <type_traits>
 static_assert(MK_ABI_VERSION == 2, "MK_ABI_VERSION differs from mkpack/abi.py");
 static_assert(MK_MAX_STEP_TOKENS == 16, "MK_MAX_STEP_TOKENS differs from mkpack/abi.py");
+static_assert(MK_ADDRESS_BYTES == 128, "MK_ADDRESS_BYTES differs from mkpack/abi.py");
 static_assert(sizeof(mk_options) == 40, "size of mk_options differs from mkpack/abi.py");
 static_assert(offsetof(mk_options, weights) == 0, "offset of mk_options.weights differs from mkpack/abi.py");
 static_assert(std::is_same<decltype(mk_options::weights), const void* const*>::value,
@@ -190,6 +191,19 @@ static_assert(std::is_same<decltype(mk_options::flags), int32_t>::value,
 static_assert(offsetof(mk_options, wait_limit_s) == 32, "offset of mk_options.wait_limit_s differs from mkpack/abi.py");
 static_assert(std::is_same<decltype(mk_options::wait_limit_s), double>::value,
               "type of mk_options.wait_limit_s differs from mkpack/abi.py");
+static_assert(sizeof(mk_placement) == 16, "size of mk_placement differs from mkpack/abi.py");
+static_assert(offsetof(mk_placement, first_rank) == 0, "offset of mk_placement.first_rank differs from mkpack/abi.py");
+static_assert(std::is_same<decltype(mk_placement::first_rank), int32_t>::value,
+              "type of mk_placement.first_rank differs from mkpack/abi.py");
+static_assert(offsetof(mk_placement, num_ranks) == 4, "offset of mk_placement.num_ranks differs from mkpack/abi.py");
+static_assert(std::is_same<decltype(mk_placement::num_ranks), int32_t>::value,
+              "type of mk_placement.num_ranks differs from mkpack/abi.py");
+static_assert(offsetof(mk_placement, device) == 8, "offset of mk_placement.device differs from mkpack/abi.py");
+static_assert(std::is_same<decltype(mk_placement::device), int32_t>::value,
+              "type of mk_placement.device differs from mkpack/abi.py");
+static_assert(offsetof(mk_placement, pad) == 12, "offset of mk_placement.pad differs from mkpack/abi.py");
+static_assert(std::is_same<decltype(mk_placement::pad), int32_t>::value,
+              "type of mk_placement.pad differs from mkpack/abi.py");
 static_assert(sizeof(mk_request) == 48, "size of mk_request differs from mkpack/abi.py");
 static_assert(offsetof(mk_request, temperature) == 0, "offset of mk_request.temperature differs from mkpack/abi.py");
 static_assert(std::is_same<decltype(mk_request::temperature), float>::value,
