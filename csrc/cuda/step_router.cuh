@@ -8,7 +8,6 @@ namespace mk {
 template <size_t kAt>
 __device__ __forceinline__ void copy_input(const StepBlock& b) {
   uint16_t* x = b.scratch<uint16_t>();
-#pragma unroll 1
   for (int i = b.tid; i < b.tokens() * (kExpertHidden / 8); i += kTeam) {
     const int token = i / (kExpertHidden / 8), column = i % (kExpertHidden / 8) * 8;
     copy_16(x + token * kXStride + column, b.p.hidden + kAt + token * kExpertHidden + column);
@@ -16,9 +15,6 @@ __device__ __forceinline__ void copy_input(const StepBlock& b) {
 }
 
 constexpr bool kPlainLogits = !kRouterBias && kRouterScale == 1.f && !kSigmoidScores;
-// Whether logits are multiplied by 1/rms by those who choose: every warp by its token's, whose squares arrive beside
-// the logits.
-constexpr bool kRmsOfChoice = kPlainLogits && !kNarrow;
 // What is chosen by, of a router's product: the logit, or its sigmoid. As on CPUs every operation is rounded once; the sigmoid
 // is taken in double.
 __device__ __forceinline__ float router_score(const StepBlock& b, int expert, float logit) {
@@ -29,69 +25,53 @@ __device__ __forceinline__ float router_score(const StepBlock& b, int expert, fl
   return __fadd_rn(logit, 0.f);  // the choice orders bits, where negative zero would not be equal to zero
 }
 
-__device__ __forceinline__ float4 four_floats(float4 v) { return v; }
-__device__ __forceinline__ float4 four_floats(uint2 v) {
-  return make_float4(bf16_low(v.x), bf16_high(v.x), bf16_low(v.y), bf16_high(v.y));
-}
-// The sums over a warp's lanes of sixteen values, that of value i in lanes 2 i and 2 i + 1. Each is added in the order
-// of warp_sum(), in a fifth of its instructions.
-__device__ __forceinline__ float warp_sums(float (&v)[16], int lane) {
-  const auto halve = [&](auto n) {
-    constexpr int kN = decltype(n)::value;
-    const bool high = lane & 2 * kN;
-#pragma unroll
-    for (int i = 0; i < kN; i++) {
-      const float kept = high ? v[i + kN] : v[i], sent = high ? v[i] : v[i + kN];
-      v[i] = kept + __shfl_xor_sync(~0u, sent, 2 * kN);
-    }
-  };
-  halve(std::integral_constant<int, 8>());
-  halve(std::integral_constant<int, 4>());
-  halve(std::integral_constant<int, 2>());
-  halve(std::integral_constant<int, 1>());
-  return v[0] + __shfl_xor_sync(~0u, v[0], 1);
-}
-
 // Router logits. An item is up to four tokens and as many experts as there are groups of four tokens, so there are about as
 // many items as experts. Warp w multiplies one sixteenth of the columns; the sixteen sums are added in order.
 __device__ __forceinline__ void step_router(StepBlock& b) {
   b.stamp(kPhaseRouter, 0);
-  if constexpr (!kNarrow && !kRmsOfChoice) b.load_rms();
-#pragma unroll 1
+  if constexpr (!kNarrow) {  // else step_choose() does
+    copy_input<0>(b);
+    b.load_rms();
+  }
   for (int i = b.tid; i < kExperts * kPairWords; i += kTeam) b.masks()[i] = 0;
   constexpr int kSpan = ceil_div(kHidden / 4, kWarps) * 4;  // columns of a warp
+  const int begin = b.warp * kSpan, end = min(kHidden, begin + kSpan);
 #pragma unroll 1
   for (int item = b.sm();; item += kGrid) {
     const int groups = ceil_div(b.tokens(), 4);
     if (item >= ceil_div(kExperts, groups) * groups) break;
     const int first = item % groups * 4, count = min(4, b.tokens() - first);
     const int e0 = item / groups * groups, experts = min(groups, kExperts - e0);
-    float sums[16] = {};  // 4 x expert + token
+    float sums[4][4] = {};  // expert, token
 #pragma unroll 1
-    for (int run = 4 * b.lane(); run < kSpan; run += 128) {
-      const int column = b.warp * kSpan + run;
-      if (column >= kHidden) break;
-      // Everything is under way before any of it is used.
-      using Weights = std::conditional_t<kRouterF32, float4, uint2>;
+    for (int column = begin + 4 * b.lane(); column < end; column += 128) {
       float4 v[4];
-      Weights w[4];
 #pragma unroll
       for (int t = 0; t < 4; t++)
         v[t] = __ldcg((const float4*)(b.p.router_input + (first + min(t, count - 1)) * kHidden + column));
 #pragma unroll
-      for (int e = 0; e < 4; e++) {
-        const int64_t at = ((int64_t)b.moe_layer() * kExperts + e0 + min(e, experts - 1)) * kHidden + column;
-        w[e] = __ldg((const Weights*)(b.p.routers + at * (int)(sizeof(Weights) / 4)));
-      }
+      for (int e = 0; e < 4; e++)
+        if (e < experts) {
+          const int64_t at = ((int64_t)b.moe_layer() * kExperts + e0 + e) * kHidden + column;
+          float4 w;
+          if constexpr (kRouterF32) {
+            w = __ldg((const float4*)((const float*)b.p.routers + at));
+          } else {
+            const uint2 bits = __ldg((const uint2*)((const uint16_t*)b.p.routers + at));
+            w = make_float4(bf16_low(bits.x), bf16_high(bits.x), bf16_low(bits.y), bf16_high(bits.y));
+          }
 #pragma unroll
-      for (int e = 0; e < 4; e++) {
-        const float4 x = four_floats(w[e]);
-#pragma unroll
-        for (int t = 0; t < 4; t++) sums[4 * e + t] += (v[t].x * x.x + v[t].y * x.y) + (v[t].z * x.z + v[t].w * x.w);
-      }
+          for (int t = 0; t < 4; t++) sums[e][t] += (v[t].x * w.x + v[t].y * w.y) + (v[t].z * w.z + v[t].w * w.w);
+        }
     }
-    const float sum = warp_sums(sums, b.lane());
-    if (b.lane() % 2 == 0) b.s.router_dot[b.lane() / 2][b.warp] = sum;
+#pragma unroll
+    for (int e = 0; e < 4; e++)
+      if (e < experts)
+#pragma unroll
+        for (int t = 0; t < 4; t++) {
+          const float sum = warp_sum(sums[e][t]);
+          if (b.lane() == 0) b.s.router_dot[4 * e + t][b.warp] = sum;
+        }
     team_sync<kTeam>();
     int same = item;
     forget(same);  // or what follows from it would be kept meanwhile
@@ -100,13 +80,12 @@ __device__ __forceinline__ void step_router(StepBlock& b) {
     if (b.tid < 16 && b.tid / 4 < many && expert < kExperts && token < b.tokens()) {
       float sum = 0;
       for (int w = 0; w < kWarps; w++) sum += b.s.router_dot[b.tid][w];
-      if constexpr (!kRmsOfChoice) sum *= b.s.rms[token];
-      if constexpr (!kPlainLogits) sum = router_score(b, expert, sum);
-      b.p.router_logits[token * kExperts + expert] = sum;
+      if constexpr (!kPlainLogits) sum = router_score(b, expert, sum * b.s.rms[token]);
+      b.p.router_logits[token * kExperts + expert] = kPlainLogits ? sum * b.s.rms[token] : sum;
     }
     if (kExperts + 3 > kGrid) team_sync<kTeam>();  // there may be another item
   }
-  if constexpr (!kNarrow) copy_input<0>(b);  // step_choose() waits for it
+  copies_done();
   b.stamp(kPhaseRouter, 3);
   b.meet();
 }
@@ -116,22 +95,11 @@ __device__ __forceinline__ void step_router(StepBlock& b) {
 __device__ __forceinline__ void choose_for_token(const StepBlock& b) {
   constexpr int kPerLane = ceil_div(kExperts, 32);
   uint32_t key[kPerLane];
-  float logits[kPerLane], top = -INFINITY, all = 0, rms = 1;
+  float top = -INFINITY, all = 0;
 #pragma unroll
   for (int i = 0; i < kPerLane; i++) {
     const int e = b.lane() + 32 * i;
-    logits[i] = e < kExperts ? __ldcg(b.p.router_logits + b.warp * kExperts + e) : -INFINITY;
-  }
-  if constexpr (kRmsOfChoice) {
-    b.load_rms();
-    __syncwarp();
-    rms = b.s.rms[b.warp];
-  }
-#pragma unroll
-  for (int i = 0; i < kPerLane; i++) {
-    const int e = b.lane() + 32 * i;
-    // Adding zero makes zero of negative zero.
-    const float logit = kRmsOfChoice ? __fadd_rn(logits[i] * rms, 0.f) : logits[i];
+    const float logit = e < kExperts ? __ldcg(b.p.router_logits + b.warp * kExperts + e) : -INFINITY;
     float choice = logit;
     if constexpr (kChoiceBias)
       if (e < kExperts) choice = __fadd_rn(logit, __ldg(b.vectors() + kBiasChoice + e));
@@ -162,7 +130,7 @@ __device__ __forceinline__ void choose_for_token(const StepBlock& b) {
     for (int i = 0; i < kPerLane; i++)
       if (expert == (uint32_t)(b.lane() + 32 * i)) key[i] = 0;
     if (b.lane() == k) {
-      mine = kChoiceBias ? rms * __ldcg(b.p.router_logits + b.warp * kExperts + expert) : key_value(best);
+      mine = kChoiceBias ? __ldcg(b.p.router_logits + b.warp * kExperts + expert) : key_value(best);
       b.s.pair_expert[b.warp * kTopK + k] = (int16_t)expert;
     }
   }
@@ -230,7 +198,7 @@ __device__ __forceinline__ void step_choose(StepBlock& b) {
   if (b.warp < b.tokens()) choose_for_token(b);
   barrier_sync<3, kListThreads>();
   list_active(b);
-  copies_done();
+  if constexpr (kNarrow) copies_done();
   barrier_sync<2, kChosenThreads>();
   b.stamp(kPhaseChoose, 3);
 }
