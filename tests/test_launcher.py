@@ -214,23 +214,25 @@ def test_run_says_what_one_process_says(artifact):
     assert second == "" and json.loads(first)["tokens"] == json.loads(wanted)["tokens"]
 
 
-def test_processes_that_are_killed_are_named(artifact):
-    """Rank 1's while rank 0 waits for its next prompt: its next answer ends within the limit."""
+def left_by(killed, artifact):
+    """The other of two processes that have answered, when one was killed."""
     port = launched.free_port()
     both = [launched.start(rank, 2, port, BLOCKS, "--talk", artifact) for rank in range(2)]
     assert both[0].stdout.readline() == "answered\n"
-    both[1].kill()
-    both[1].communicate()
-    _, error = both[0].communicate("again\n", timeout=60)
-    assert both[0].returncode == 1 and "of rank 0 made no progress" in error, error
+    both[killed].kill()
+    both[killed].communicate()
+    return both[1 - killed]
+
+
+def test_processes_that_are_killed_are_named(artifact):
+    """Rank 1's while rank 0 waits for its next prompt: its next answer ends within the limit."""
+    left = left_by(1, artifact)
+    _, error = left.communicate("again\n", timeout=60)
+    assert left.returncode == 1 and "of rank 0 made no progress" in error, error
     assert "waiting for what rank 1 computes" in error
 
 
 def test_ranks_that_rank_0_leaves_alone_end(artifact):
-    port = launched.free_port()
-    both = [launched.start(rank, 2, port, BLOCKS, "--talk", artifact) for rank in range(2)]
-    assert both[0].stdout.readline() == "answered\n"
-    both[0].kill()
-    both[0].communicate()
-    _, error = both[1].communicate(timeout=60)
-    assert both[1].returncode == 1 and error.startswith("rank 1: the "), error
+    left = left_by(0, artifact)
+    _, error = left.communicate(timeout=60)
+    assert left.returncode == 1 and error.startswith("rank 1: the "), error

@@ -7,7 +7,6 @@ namespace mk {
 enum class Fmt { f32, bf16, fp8, nvfp4 };
 
 constexpr int kTileRows = 16;
-constexpr int kBlockCols = 16;
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int64_t align_up(int64_t n, int64_t to) { return ceil_div(n, to) * to; }
@@ -28,6 +27,5 @@ constexpr int64_t scale_bytes(Fmt f, int64_t blocks) { return f == Fmt::nvfp4 ? 
 constexpr int64_t tile_bytes(Fmt f, int64_t blocks) { return scale_bytes(f, blocks) + blocks * block_bytes(f); }
 
 // float32 values a tile has in its `.scale` section.
-constexpr int tile_scales(Fmt f) { return f == Fmt::nvfp4 ? 1 : f == Fmt::fp8 ? kTileRows : 0; }
 
 }  // namespace mk

@@ -53,6 +53,21 @@ def gpus(rehearsal: bool) -> int:
     return next(n for n in (8, 4, 2, 1) if n <= seen)
 
 
+@pytest.fixture
+def prebuilt_kernel(request: pytest.FixtureRequest, rehearsal: bool) -> Callable[[str], Path | None]:
+    """By its name the kernel that prebuild_tp.py left, or None: it is compiled here. Skips where it cannot be."""
+    folder = request.config.getoption("prebuilt")
+
+    def find(name: str) -> Path | None:
+        if folder and (folder / name).exists():
+            return Path(folder / name)
+        if not rehearsal and platform.nvcc() is None:
+            pytest.skip("nvcc is not here, and no --prebuilt folder has this kernel")
+        return None
+
+    return find
+
+
 @pytest.fixture(params=RANKS, ids=lambda tp: f"tp{tp}")
 def tp(request: pytest.FixtureRequest, rehearsal: bool) -> Iterator[int]:
     if rehearsal and request.param > 2:

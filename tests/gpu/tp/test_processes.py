@@ -10,7 +10,7 @@ from models import SMALL
 from prebuild_tp import PLACED, bench_kernel, launched_recipe, on_each
 from test_tp import EMULATED, made, run  # noqa: F401  (made is a fixture)
 
-from mkpack import abi, platform
+from mkpack import abi
 
 
 @pytest.fixture(params=["one GPU", "a GPU each"])
@@ -55,15 +55,11 @@ def test_a_process_that_is_killed_is_named(two, devices, under_way, row, say):
     assert seconds < 3 * limit + 5
 
 
-def test_torchrun(rehearsal, request, tmp_path, say):
+def test_torchrun(rehearsal, prebuilt_kernel, tmp_path, say):
     """An artifact under torchrun, on two GPUs if there are two, says what it says in one process."""
     if importlib.util.find_spec("torch") is None:
         pytest.skip("no torch")
-    prebuilt, kernel = request.config.getoption("prebuilt"), None
-    if prebuilt and (prebuilt / "launched.so").exists():
-        kernel = prebuilt / "launched.so"
-    elif not rehearsal and platform.nvcc() is None:
-        pytest.skip("nvcc is not here, and no --prebuilt folder has this kernel")
+    kernel = prebuilt_kernel("launched.so")
     recipe, artifact = launched_recipe(tmp_path), tmp_path / "launched.mkpack"
     if not rehearsal and kernel is None:
         kernel = bench_kernel(tmp_path, recipe)

@@ -17,7 +17,7 @@ import pytest
 from models import SMALL, pack
 from prebuild_tp import BENCH, MODELS, MUSE, bench_recipe, compile_programs, on_each, refusals
 
-from mkpack import abi, platform
+from mkpack import abi
 from mkpack import plan as planner
 from mkpack.errors import UserError
 from mkpack.schedule.shape import Shape
@@ -130,7 +130,7 @@ def nccl_missing(tp, gpus):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-def test_steps_of_qwen3_30b_a3b(ranks, gpus, rehearsal, request, tmp_path, row, say):
+def test_steps_of_qwen3_30b_a3b(ranks, gpus, rehearsal, prebuilt_kernel, tmp_path, row, say):
     """Artifacts are built here one after the other, 20 GB each."""
     if rehearsal and ranks > 2:
         pytest.skip("takes minutes on the emulated machine")
@@ -141,12 +141,7 @@ def test_steps_of_qwen3_30b_a3b(ranks, gpus, rehearsal, request, tmp_path, row, 
         planner.plan(recipe)
     except UserError as e:
         pytest.skip(f"{ranks} ranks on {gpus} GPUs: {e}")
-    artifact, kernel = tmp_path / "bench.mkpack", None
-    if prebuilt := request.config.getoption("prebuilt"):
-        kernel = prebuilt / f"qwen3-{ranks}-{on_each(ranks, gpus)}.so"
-        kernel = kernel if kernel.exists() else None
-    if not rehearsal and not kernel and platform.nvcc() is None:
-        pytest.skip("nvcc is not here, and no --prebuilt folder has this kernel")
+    artifact, kernel = tmp_path / "bench.mkpack", prebuilt_kernel(f"qwen3-{ranks}-{on_each(ranks, gpus)}.so")
     emulated = EMULATED if rehearsal else None
     run("build", recipe, artifact, kernel, emulated, limit=590)
     counts, context, new = ((1, 16), 5, 3) if rehearsal else (STEP_TOKENS, 512, 64)
@@ -161,7 +156,7 @@ def test_steps_of_qwen3_30b_a3b(ranks, gpus, rehearsal, request, tmp_path, row, 
 
 
 @pytest.mark.parametrize("recipe", MUSE, ids=["bf16", "fp8"])
-def test_a_rank_of_muse_spark_alone(recipe, rehearsal, request, tmp_path, row, say):
+def test_a_rank_of_muse_spark_alone(recipe, rehearsal, prebuilt_kernel, tmp_path, row, say):
     """Rank 0 of eight: its weights are made here, 65 GB, and it is timed on the first GPU, its peers looped back."""
     name, tp = recipe.stem, 2 if rehearsal else 8
     if rehearsal:
@@ -171,12 +166,7 @@ def test_a_rank_of_muse_spark_alone(recipe, rehearsal, request, tmp_path, row, s
     needed = planner.plan(recipe, rank=0).disk_bytes
     if (free := shutil.disk_usage(tmp_path).free) < needed:
         pytest.skip(f"{free / 1e9:.0f} GB of disk are free, and building takes {needed / 1e9:.0f} (--basetemp)")
-    artifact, kernel = tmp_path / "rank.mkpack", None
-    if prebuilt := request.config.getoption("prebuilt"):
-        kernel = prebuilt / f"{name}.so"
-        kernel = kernel if kernel.exists() else None
-    if not rehearsal and not kernel and platform.nvcc() is None:
-        pytest.skip("nvcc is not here, and no --prebuilt folder has this kernel")
+    artifact, kernel = tmp_path / "rank.mkpack", prebuilt_kernel(f"{name}.so")
     emulated = EMULATED if rehearsal else None
     start = time.monotonic()
     run("build", recipe, artifact, kernel, emulated, 0, limit=590)
