@@ -26,6 +26,4 @@ constexpr int64_t block_bytes(Fmt f) {
 constexpr int64_t scale_bytes(Fmt f, int64_t blocks) { return f == Fmt::nvfp4 ? align_up(blocks * 16, 64) : 0; }
 constexpr int64_t tile_bytes(Fmt f, int64_t blocks) { return scale_bytes(f, blocks) + blocks * block_bytes(f); }
 
-// float32 values a tile has in its `.scale` section.
-
 }  // namespace mk
