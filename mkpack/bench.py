@@ -107,6 +107,8 @@ def run(
 
     Raises UserError for a context that leaves no room for the measured tokens.
     """
+    if rank_of is not None and (prompt_tokens or new_tokens):
+        raise UserError("--prompt-tokens and --new-tokens: a rank by itself generates nothing of meaning")
     start = time.perf_counter()
     with load(path, target=target, threads=threads, ranks=ranks, rank_of=rank_of, rank=rank, world=world) as model:
         if model.follows:
@@ -119,8 +121,6 @@ def run(
         if rank_of is not None:
             from mkpack import bench_rank
 
-            if prompt_tokens or new_tokens:
-                raise UserError("--prompt-tokens and --new-tokens: a rank by itself generates nothing of meaning")
             return bench_rank.run(model, str(path), load_s, rank_alone(model.manifest, rank), contexts)
         if model.manifest.kernels[model.target].layout == "cuda":
             from mkpack import bench_gpu

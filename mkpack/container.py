@@ -103,9 +103,12 @@ class _Crc:
     def __enter__(self) -> _Crc:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, failed: object, *_: object) -> None:
         if self._pool:
             self._pool.shutdown()
+        if failed is None:
+            for taken in self._under_way:
+                taken.result()
 
 
 class ZipWriter:

@@ -222,6 +222,7 @@ class Group:
                 for what in ("addresses", "connected"):
                     self._store.set(f"{what}/{self._world.rank}", _GAVE_UP)
             self._over()
+            self._forget()
             raise
 
     def connect(self, native: NativeModel) -> None:
@@ -280,6 +281,10 @@ class Group:
         for rank in self._others():
             with contextlib.suppress(InternalError, TimeoutError):
                 self._get(f"left/{rank}", rank, max(0.0, until - time.monotonic()))
+        self._forget()
+
+    def _forget(self) -> None:
+        """Closes what tells of the other processes."""
         for process in self._processes.values():
             os.close(process)
         self._processes = {}

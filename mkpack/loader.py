@@ -163,19 +163,18 @@ def _load(
     kernel = manifest.kernels[target]
     blobs = [entry for entry in manifest.weights_in(kernel.layout) if entry.rank in here]
     code = rebuilt.data if rebuilt else content[kernel.path]
-    group = None
+    group, positions = None, context or limit
     if world is not None:
         from mkpack.launcher import Group
 
         same = {"artifact": artifact.digest, "target": target, "kernel": hashlib.sha256(code).hexdigest()}
-        group = Group(world, {**same, "context": str(context or limit)})
+        group = Group(world, {**same, "context": str(positions)})
     weights = [entry.path for entry in blobs]
     # A GPU's kernel reads its weights once, into the GPU: they need not stay in this machine's memory, nor fit there.
     on_gpu = kernel.layout == "cuda"
-    addresses = [artifact.address(name, "pass" if on_gpu else "stay") for name in weights]
-    digests = Digests(artifact, weights, drop=on_gpu) if verify else None
-    positions = context or limit
     with group.loading() if group else contextlib.nullcontext():
+        addresses = [artifact.address(name, "pass" if on_gpu else "stay") for name in weights]
+        digests = Digests(artifact, weights, drop=on_gpu) if verify else None
         library = gate.open_library(artifact, target, code)
         try:
             native = NativeModel(

@@ -275,7 +275,7 @@ template <int kThreads>
 __device__ __forceinline__ void team_sync() {
   barrier_sync<1, kThreads>();
 }
-// Named barrier 2: from the warp that chooses the experts to the consumers. Unlike a spin on an mbarrier it costs the
+// Named barrier 2 of decode_kernel: from the warp that chooses the experts to the consumers. Unlike a spin on an mbarrier it costs the
 // waiting warps no instructions, which the choosing warp would have to share with them.
 template <int kThreads>
 __device__ __forceinline__ void chosen_arrive() {
@@ -285,7 +285,7 @@ template <int kThreads>
 __device__ __forceinline__ void chosen_wait() {
   barrier_sync<2, kThreads>();
 }
-// Named barrier 3: from the consumers to the warp that adds their router products up.
+// Named barrier 3 of decode_kernel: from the consumers to the warp that adds their router products up.
 template <int kThreads>
 __device__ __forceinline__ void router_arrive() {
   barrier_arrive<3, kThreads>();

@@ -365,8 +365,8 @@ struct StepBlock {
   }
 };
 
-// First a warpgroup, of which three warps work: one streams dense weights and watches the time, two stream experts. The
-// scheduler prefers older warps, and these must not starve behind consumers that spin on a barrier. Then 16 consumer warps.
+// First a warpgroup: one warp streams dense weights and watches the time, two stream experts, one brings pages of experts into
+// L2 ahead of them. The scheduler prefers older warps, and these must not starve behind consumers that spin on a barrier. Then 16 consumer warps.
 // The first four exist as a whole because registers move between the two kinds by warpgroups: 640 x 96 at launch, then
 // 512 x 104 + 128 x 64 out of the same 61440 (asking for more than the launch took would never return).
 constexpr int kProducers = 128, kThreads = kProducers + kTeam;
